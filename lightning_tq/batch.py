@@ -59,7 +59,7 @@ class TQBatch:
         """The same batch with its values on another device, for that device's current stream.
 
         Args:
-            non_blocking: Whether the host may go on before the values are copied, as for ``TensorDict.to``. Default:
+            non_blocking: Whether the host may go on before the values are copied, as in ``TensorDict.to``. Default:
                 where that is safe.
         """
         copy, self._copy = self._copy, None

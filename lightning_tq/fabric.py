@@ -62,7 +62,7 @@ class FabricLoader:
 
         Args:
             stream: What to read.
-            queue: As for TQDataModule: how to start the queue, or where to join it.
+            queue: What TQDataModule takes: how to start the queue, or where to join it.
             producers: Processes that run until the loader is closed, on the first rank.
             dp_rank: Data-parallel rank, or a function of the Fabric that returns it. Default: from the strategy.
             dp_size: Data-parallel groups, for strategies that count every process as a group.

@@ -101,7 +101,7 @@ class AckRule:
     """When a trained batch may be acknowledged: when no resumed run can need it."""
 
     ack: Ack
-    """As for TQDataModule."""
+    """That of TQDataModule."""
     keeps_checkpoints: bool
     """Whether the run keeps checkpoints from its start. With ``ack="auto"``, a batch then waits for one."""
     in_background: bool = False
@@ -125,9 +125,10 @@ class Progress:
     """
 
     def __init__(self, label: str, rule: AckRule | None = None, position: Position | None = None) -> None:
-        """Args:
-        rule: None: a stream that reports nothing as trained.
-        position: Where an earlier run of this process has trained to.
+        """
+        Args:
+            rule: None: a stream that reports nothing as trained.
+            position: Where an earlier run of this process has trained to.
         """
         self.label = label
         self.position = position
@@ -176,7 +177,7 @@ class Progress:
 
         Args:
             first: The partition's first batch that is not acknowledged; with ``replays`` its first batch.
-            existing: As for ``Position.check_partition_exists``.
+            existing: See ``Position.check_partition_exists``.
         Raises:
             InvalidRequestError: the stream can't continue where the checkpoint was.
         """

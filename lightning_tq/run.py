@@ -72,7 +72,7 @@ class Run:
     _fitted: ClassVar[set[str]] = set()
     """Addresses of the queues that fits of this process have read."""
     _active: ClassVar[WeakKeyDictionary[Trainer, Run]] = WeakKeyDictionary()
-    """From their start to their end."""
+    """Each Trainer's run, from its start to its end."""
 
     def __init__(self, spec: RunSpec) -> None:
         self.spec = spec

@@ -165,7 +165,7 @@ def _put_again(partition: str) -> tuple[str, ...]:
 
 
 def _wait(stats: Numbers, waiting: Numbers) -> Finding:
-    """``stats``: with what all puts share, too."""
+    """``stats``: those of the queue, and what the findings of all puts share."""
     client, name = waiting["client"], waiting.get("partition")
     if waiting["writer"]:
         return _put(stats, waiting)

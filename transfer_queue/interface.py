@@ -280,7 +280,7 @@ async def async_kv_put(
     Args:
         fields: ``{name: value}`` without a batch dimension, or a TensorDict of one row, [1, ...]. None: only the tag.
         tag: Plain data; it merges into what the key has.
-        data_parser: As for ``put``.
+        data_parser: See ``put``.
     Raises:
         ValueError: neither fields nor a tag, more than one row, or a value that the field's declaration excludes.
         StorageFullError: there was no room in time.
@@ -308,7 +308,7 @@ async def async_kv_batch_put(
     Args:
         fields: One row per key, [len(keys), ...] each.
         tags: One mapping per key.
-        data_parser: As for ``put``.
+        data_parser: See ``put``.
     Raises:
         ValueError: as ``kv_put``, or another number of rows or tags than of keys, or a key that is given twice.
         StorageFullError: there was no room in time.

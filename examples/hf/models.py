@@ -37,7 +37,7 @@ def load_model(name: str, tokenizer: Any, lora: bool = False) -> Any:
     """A causal language model in float32. Equal in every process that loads it.
 
     Args:
-        name: As for ``load_tokenizer``.
+        name: See ``load_tokenizer``.
         lora: Freeze the weights, and train low-rank adapters of all linear layers instead. Needs peft.
     """
     from transformers import AutoModelForCausalLM, GenerationConfig

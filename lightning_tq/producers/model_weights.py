@@ -82,7 +82,7 @@ def _views(buffer: Tensor, layout: list[list[Any]]) -> dict[str, Tensor]:
 class WeightsReader:
     """Reads the newest weights that a trainer with ``PublishWeights`` has published.
 
-    A wait is parked in the controller, without polling. Every reader sees every version.
+    It waits in the controller, without polling. Every reader sees every version.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class WeightsReader:
     ) -> None:
         """Args:
         client: Default: this process's client (``transfer_queue.get_client()``).
-        partition: The same as for PublishWeights.
+        partition: That of PublishWeights.
         task: Name of this reader in the queue's statistics. Two readers must not share it. Default: a unique name.
         """
         self._client = client if client is not None else tq.get_client()

@@ -36,7 +36,7 @@ class Pacer:
     def __init__(self, client: TransferQueueClient | None = None, partition: str = PERMITS_PARTITION) -> None:
         """Args:
         client: Default: this process's client (``transfer_queue.get_client()``).
-        partition: The same as for StalenessGuard.
+        partition: That of StalenessGuard.
         """
         self._client = client if client is not None else tq.get_client()
         self._partition = partition

@@ -11,7 +11,8 @@ from transfer_queue.calls.wait import Wait
 from transfer_queue.protocol import Done, Reply, Request
 
 Steps = Generator[Wait | None, Any, Reply]
-"""A call that takes several steps. It yields what it waits for and gets the reply to that, or None to go on later."""
+"""A call that takes several steps. It yields what it waits for, and is sent the reply to that. It yields None where the
+rest of its work may be done in a later turn."""
 
 
 RECEIVED: Final = Done(0, "received")
@@ -31,7 +32,7 @@ class Holding:
 
     until: ClassVar[Until] = Until.RECEIVED
     outlives_session: ClassVar[bool] = False
-    """Whether it is kept, not undone, if the session ends before its time: its client may have the answer."""
+    """Whether it is kept rather than undone if the session ends while it is held: its client may have the answer."""
     __slots__ = ()
 
     def keep(self) -> None:
@@ -42,7 +43,7 @@ class Holding:
         return True
 
     def end(self, died: bool) -> bool:
-        """The session has ended before its time. ``died``: without a goodbye. Returns whether it stays even so."""
+        """The session has ended while this is held. ``died``: without a goodbye. Returns whether it is held even so."""
         if self.outlives_session:
             self.keep()
         else:
@@ -60,7 +61,11 @@ class Effect(Holding):
 
 
 class Call:
-    """A request under way, or one whose answer or holdings are kept. ``values``: frames that travel with the answer."""
+    """A request under way, or one whose answer or holdings are kept.
+
+    ``envelope``: where the answer goes. ``values``: frames that travel with the answer. ``is_registered``: whether its
+    session has it in its table, because it waits, goes on, or holds something.
+    """
 
     __slots__ = ("client", "envelope", "frames", "holdings", "is_registered", "kind", "number", "reply", "request",
                  "since", "steps", "values", "wait")  # fmt: skip

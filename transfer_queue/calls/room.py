@@ -25,6 +25,7 @@ Verb = Callable[[Call, Any], "Reply | Wait | Steps | None"]
 Job = Iterator[None]
 """Work that belongs to no call, and yields often."""
 _REMEMBERED = 1024
+"""Sessions that have ended and are still refused."""
 
 
 class _Session:
@@ -46,7 +47,7 @@ class Calls:
         self.steps: set[type[Request]] = set()
         """Requests that may be further steps of a call that was answered."""
         self.faults: list[BaseException] = []
-        """What should not have failed: bugs, and foreign code. Somebody logs it and empties the list."""
+        """What should not have failed: bugs, and foreign code. Its owner logs them and empties the list."""
         self._sessions: dict[str, _Session] = {}
         self._ended: dict[str, None] = {}
         self._jobs: deque[Job | Call] = deque()
@@ -200,7 +201,7 @@ class Calls:
         return found
 
     def forget_if_over(self, call: Call) -> None:
-        """Somebody has taken what it held."""
+        """Drop the call if it was answered and holds nothing any more."""
         if not call.holdings and call.reply is not None and not call.is_under_way:
             self._forget(call)
 
@@ -218,7 +219,7 @@ class Calls:
                 del self._sessions[client]
 
     def holdings(self, kind: type[H]) -> Iterator[tuple[Call, H]]:
-        """Who holds this up: all that is held of this kind, and the calls."""
+        """Who holds this up: all that is held of this kind, with the calls that hold it."""
         for session in self._sessions.values():
             for call in session.calls.values():
                 for each in call.holdings:
@@ -291,7 +292,7 @@ class Calls:
                 self._forget(call)
 
     def _undo(self, holdings: list[Holding]) -> bool:
-        """Undo the last first. Returns whether any was."""
+        """Undo the last one first. Returns whether any was undone."""
         undone = [self._guard(each.undo) for each in reversed(holdings)]
         holdings.clear()
         return any(undone)
@@ -305,7 +306,7 @@ class Calls:
             return False
 
     def end(self, client: str, died: bool = True) -> None:
-        """The session has ended: its waits are removed, and what its client never received or finished is undone."""
+        """The session has ended: its waits are removed, and its holdings end. Those that stay even so are kept here."""
         session = self._sessions.pop(client, None)
         if session is None:
             return
@@ -418,7 +419,7 @@ class Calls:
         self._jobs.append(job)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if the records disagree; for tests."""
+        """Raise AssertionError if the tables disagree; for tests."""
         for client, session in self._sessions.items():
             assert session.calls or session.holdings, f"session {client!r} is kept for something"
             for number, call in session.calls.items():
@@ -429,7 +430,7 @@ class Calls:
 
 
 def replied(result: Reply | Wait | Steps) -> Steps:
-    """The reply of a verb that is a step of another one."""
+    """The reply of a verb that another verb uses as one of its steps."""
     if isinstance(result, Reply):
         return result
     if isinstance(result, Wait):

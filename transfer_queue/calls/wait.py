@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wait: what a call waits for. Waits stand in queues, and are examined when something wakes them, or at their deadline.
 
-In a queue without sizes only the first wait has its turn; the others are examined, too, when they are woken. In a queue
-with sizes the waits that fit have their turn. One that fits may overtake others, but what has overtaken a wait never
-exceeds its own size. So a large one is admitted once twice its size has become free.
+A wait that has its turn may take what it waits for. In a queue without sizes that is only the first one; the others are
+examined, too, when they are woken. In a queue with sizes it is each one that fits. One that fits may overtake others,
+but what has overtaken a wait never exceeds its own size. So a large one is admitted once twice its size is free.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Any, Final
 from transfer_queue.protocol import Reply
 
 Name = tuple[Hashable, ...]
-"""Of a queue. Names of users are parts of it, never joined into one string. Its beginnings name groups of queues."""
+"""The name of a queue. Names that users choose are parts of it, never joined into one string. A beginning of it names a
+group of queues."""
 
 
 class More:
@@ -28,14 +29,14 @@ class More:
 
 MORE: Final = More()
 Decide = Callable[["Wait", bool], "Reply | More | None"]
-"""(the wait, it has its turn) -> the answer; None: not yet. A late wait must have one, or say ``MORE``."""
+"""(the wait, whether it has its turn) -> the answer; None: not yet. A late wait must get an answer, or ``MORE``."""
 _rank = attrgetter("rank")
 
 
 class Wait:
     """One call's wait. ``rank``: its place in the queue, by order and then by arrival. ``owner``: the call.
 
-    ``late``: its deadline is over.
+    ``late``: its deadline is over. ``overtaken``: the size of all that has overtaken it.
     """
 
     __slots__ = ("answer", "deadline", "done", "due", "keys", "late", "overtaken", "owner", "queue", "rank", "since",

@@ -151,7 +151,7 @@ class Gets(ClientBase):
         return joined(pages)
 
     async def async_fetch_batch(self, fetch: p.Fetch) -> FetchedBatch | p.NotReady:
-        """One fetch, parked in the controller for up to ``fetch.wait_s`` seconds.
+        """One fetch, which waits in the controller for up to ``fetch.wait_s`` seconds.
 
         Where the storage shares the controller's process, the batch's values come along.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting for keys: until enough of them match a filter, or for each change of any, parked in the controller."""
+"""Waiting for keys: until enough of them match a filter, or for each change of any. It waits in the controller."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def restore_part(state: PlaneState, call: Call, request: p.RestorePart) -> p.Rep
 
 
 def restore(state: PlaneState, call: Call, request: p.Restore) -> p.Reply:
-    """Replace the state with the saved one, or change nothing. Parked requests are examined again."""
+    """Replace the state with the saved one, or change nothing. Waiting requests are examined again."""
     client, first = call.client, request.first_call
     restoring = _restoring(state, client, first) if first else Restoring(state, client, request.shift)
     old = _build(state, client, first, lambda: _finished(restoring, request.state))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verb of consumers: a fetch is answered, or stands in the line of its task and filter until it can be."""
+"""The verb of consumers: a fetch is answered, or waits in the queue of its task and filter until it can be."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_NAMED = 5
 
 
 def fetch(state: PlaneState, call: Call, request: p.Fetch) -> p.Reply | Wait:
-    """Try to answer at once. None draws past an earlier one of its line that waits."""
+    """Try to answer at once. No fetch draws before one that waits in front of it."""
     task = state.tasks.get(request.task)
     dp_size = check_fetch(request, task)
     partition = state.partitions.get(request.partition)

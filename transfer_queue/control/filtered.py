@@ -20,7 +20,7 @@ class FilteredSet(ReadySet):
     """Those of the added rows whose tags match. Rows that are still to be compared are not among them yet."""
 
     def __init__(self, where: TagFilter, tags: TagStore, rows: npt.NDArray[np.bool_]) -> None:
-        """``rows``: a bit per row, as for ``ReadySet``."""
+        """``rows``: a bit per row, like that of ``ReadySet``."""
         super().__init__()
         self._where = where
         self._tags = tags

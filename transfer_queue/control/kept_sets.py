@@ -11,7 +11,8 @@ from transfer_queue.control.ready import ReadySet
 
 K = TypeVar("K", bound=Hashable)
 _MOST = 32
-"""Others are deleted, the least recently used first, and made by one scan when they are asked for again."""
+"""Sets that are kept although no request holds them: those used last. Others are made by one scan when they are asked
+for again."""
 
 
 class KeptSets(Generic[K]):

@@ -151,7 +151,7 @@ def _rows_left(partition: Partition, batches: list[p.Indexes]) -> Rows:
 
 
 def register_task(state: PlaneState, call: Call, request: p.RegisterTask) -> p.Reply:
-    """Say how a task draws. Its parked fetches are examined again."""
+    """Say how a task draws. Its waiting fetches are examined again."""
     state.tasks.register(request)
     state.task_changed(request.task)
     return p.Done(request.id)
@@ -180,7 +180,7 @@ def reset_consumption(state: PlaneState, call: Call, request: p.ResetConsumption
 
 
 def forget_task(state: PlaneState, call: Call, request: p.ForgetTask) -> p.Reply:
-    """Delete a task in all partitions and end its parked fetches. If it comes again, it reads from the start."""
+    """Delete a task in all partitions and end its waiting fetches. If it comes again, it reads from the start."""
     known = [partition for partition in state.partitions.values() if partition.forget_task(request.task)]
     state.tasks.remove(request.task)
     state.dropped.forget(request.task)

@@ -55,7 +55,7 @@ def join_unit(state: PlaneState, call: Call, request: p.JoinUnit) -> p.Reply:
 
 
 def list_units(state: PlaneState, call: Call, request: p.ListUnits) -> p.Reply | Wait:
-    """The units; parked until they are others than the client knows."""
+    """The units, as soon as they differ from those that the client knows."""
 
     def answer(wait: Wait, has_turn: bool) -> p.Reply | None:
         return listing() if wait.late or request.known != state.units.version else None

@@ -133,7 +133,7 @@ class ControlPlane:
         return writing.held_up_by(self.state).rstrip()
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if the records disagree; for tests."""
+        """Raise AssertionError if the tables disagree; for tests."""
         seen = [partition.table.column("index") for partition in self.state.partitions.values()]
         together = np.concatenate(seen) if seen else np.empty(0)
         assert len(np.unique(together)) == len(together), "an index belongs to one partition"

@@ -82,7 +82,7 @@ class Producers:
             self._calls.at(producers.died_at + self._grace_s, self._lost)
 
     def forget_deaths(self) -> None:
-        """No field has lost its producers, whichever died so far."""
+        """From now on, no field counts as having lost its producers by a death so far."""
         for producers in self._fields.values():
             producers.died_at = None
 
@@ -98,7 +98,7 @@ class Producers:
         return None
 
     def by_field(self, now: float) -> dict[str, dict[str, float | int | None]]:
-        """By field: the living sessions that produce it, and how long ago one of them did last."""
+        """By field: the living sessions that produce it, and how long ago one of them published it."""
         return {
             name: {
                 "alive": len(producers.alive),

@@ -76,13 +76,13 @@ class PlaneState:
         self.allocator = IndexAllocator()
         self.producers = Producers(calls, config.producer_grace_s, self.everything_changed)
         self.unused: list[Indexes] = []
-        """Values to be deleted: they may be in storage, and belong to no sample any more."""
+        """Indexes whose values are to be deleted: they may be in storage, and belong to no sample any more."""
         self.ended_writes: list[tuple[str, int, bool]] = []
         """Writes in steps that end halfway: client, first call, and whether they were published."""
         self.incarnations = 0
         self.freezes = Freezes()
         self.snapshots: set[object] = set()
-        """Those of which slices are still to be made."""
+        """Snapshots of which slices are still to be made."""
         self._discarded: list[Partition] = []
         self.units = UnitTable()
         self.runs = RunTable()
@@ -93,7 +93,7 @@ class PlaneState:
     def changed(self, partition: Partition) -> None:
         """Samples of the partition changed, or its end came: fetches and waits for keys may be decided now.
 
-        Of each line of fetches, only the first may draw. The others wait for what others draw, or for an end.
+        Of each queue of fetches, only the first may draw. The others wait for what it draws, or for an end.
         """
         waits, name = self.waits, partition.name
         if not waits.count:

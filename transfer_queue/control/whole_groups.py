@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole groups among ready samples: told what becomes ready, so that a round without enough of them costs nothing."""
+"""Whole groups among ready samples. They follow what becomes ready, so a round without enough of them costs nothing."""
 
 # PartitionView.whole_groups says what a group is. Its rows follow each other in the table, since nothing lies between
 # the samples of a put, and a chain has consecutive indexes. So a group is known by its first row, its head.

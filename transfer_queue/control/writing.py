@@ -26,7 +26,7 @@ _NONE: p.Indexes = np.empty(0, dtype=np.int64)
 
 
 class Reservation(Holding):
-    """Samples of an active write. Nobody knows their indexes, so they may have values before the publish ends it."""
+    """Samples of a write under way. Nobody knows their indexes, so they may have values before the publish."""
 
     until = Until.DONE
     __slots__ = ("_state", "indexes", "keyed", "partition", "serial")
@@ -396,7 +396,7 @@ def publish(state: PlaneState, call: Call, request: p.Publish) -> p.Reply:
 
 
 def _complete(state: PlaneState, call: Call, request: p.Publish, first: Call, partition: Partition) -> bool:
-    """Whether the publish holds something now that keeps its answer."""
+    """End what the first call holds. Returns whether the publish now holds something that keeps its answer."""
     keeps = False
     for own in list(first.holdings):
         if isinstance(own, Reservation):

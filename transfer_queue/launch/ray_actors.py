@@ -49,7 +49,7 @@ class ControllerActor(ControllerVerbs):
         Args:
             sampler: The default sampler of tasks: a name, an instance or a class, or one of them pickled.
             polling_mode: ``get_metadata`` returns an empty BatchMeta at once if nothing is ready.
-            conf: The rest of the configuration, as for ``init``.
+            conf: The rest of the configuration, as ``init`` takes it.
             nodes: Those that get a storage unit at the start, this one first. None: only this one.
         """
         self._given = conf
@@ -190,7 +190,7 @@ class UnitActor:
     def __init__(self, conf: Mapping[str, Any], name: str, join: str, keys: Keys, hosts: int = 1) -> None:
         """
         Args:
-            conf: The configuration, as for ``init``.
+            conf: The configuration, as ``init`` takes it.
             name: Name of the unit.
             join: Address of the controller.
             keys: The queue's public and secret key.

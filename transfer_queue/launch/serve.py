@@ -40,7 +40,7 @@ def serve(
     The process must have blocked both signals before it imported anything that starts threads, such as NumPy.
 
     Args:
-        conf: As for ``init``. ``listen`` and ``key_file`` say where other hosts may join.
+        conf: What ``init`` takes. ``listen`` and ``key_file`` say where other hosts may join.
         join: Address of the queue to which this host's memory is added. None: a queue of its own.
         directory: Directory of the socket for programs of this host. It is made if necessary. None: a new private one.
         ready: Called once the server answers.

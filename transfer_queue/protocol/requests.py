@@ -101,7 +101,7 @@ class RegisterTask(Request, frozen=True):
 
 
 class Reserve(Request, frozen=True):
-    """Indexes for ``count`` new samples, ascending; parked while the queue is full. ``fields``: checked if declared."""
+    """Indexes for ``count`` new samples, ascending. Waits while the queue is full. ``fields``: checked if declared."""
 
     partition: str
     count: Count
@@ -112,7 +112,7 @@ class Reserve(Request, frozen=True):
 class CheckFields(Request, frozen=True):
     """Is a write of these fields onto existing samples allowed? Asked before values are replaced.
 
-    Parked up to ``wait_s`` while these values are being read for a checkpoint. A client that may replace values holds
+    It waits up to ``wait_s`` while these values are being read for a checkpoint. A client that may replace values holds
     a permit. It ends with the Publish that names this call, or when this call is cancelled.
     """
 
@@ -128,7 +128,8 @@ class Publish(Request, frozen=True):
     Tags merge into those the samples have. ``describe`` asks for a Batch in place of Published. ``completes``: the call
     (Reserve, CheckFields, ResolveKeys) of the same session that this completes; it may be this call itself. It can't be
     reverted from then on, and reserved samples that aren't published here are released.
-    ``uncommitted``: the client commits the values afterwards; a permit to replace some lasts until it has this answer.
+    ``uncommitted``: values for samples that exist are committed later; their permit lasts until the client has this
+    answer.
     """
 
     partition: str
@@ -150,7 +151,7 @@ class Insert(Request, frozen=True):
 
 
 class Fetch(Request, frozen=True):
-    """The next batch for a consumer, or the one it was given before. Parked up to ``wait_s`` seconds.
+    """The next batch for a consumer, or the one it was given before. It waits up to ``wait_s`` seconds.
 
     ``finite``: the stream also ends when every sample the partition has is consumed, sealed or not. ``first_index``:
     the batches from there up to this one are drawn first, in their order, where nobody asked for them yet. ``skip``:
@@ -186,7 +187,7 @@ class Fetch(Request, frozen=True):
 class Cancel(Request, frozen=True):
     """The caller no longer waits for this call of its own. It is not carried out, or is reverted.
 
-    Done says what became of it: "removed" (it was parked), "undone", or "kept": there was nothing to revert, because it
+    Done says what became of it: "removed" (it waited), "undone", or "kept": there was nothing to revert, because it
     took effect for good or was never seen. The values of samples that it cleared are deleted by the server then.
     """
 
@@ -328,9 +329,9 @@ class ListKeys(Request, frozen=True):
 
 
 class WatchKeys(Request, frozen=True):
-    """What changed about the keys of a partition since ``position``, of an earlier ChangedKeys. Parked until it did.
+    """What changed about the keys of a partition since ``position``, of an earlier ChangedKeys. It waits for that.
 
-    ``position`` None: list all keys; parked until there is such a partition. ``where``: only keys whose tags match this
+    ``position`` None: list all keys, as soon as there is such a partition. ``where``: only keys whose tags match this
     filter; those that match no more count as removed. A request without an effect: it may be sent again.
     """
 
@@ -352,7 +353,7 @@ class WaitKeys(Request, frozen=True):
 class ForgetTask(Request, frozen=True):
     """No partition keeps samples for this task any more: its name was misspelt, or it will never read again.
 
-    Done with the number of partitions that knew it. For its parked fetches, their stream has ended.
+    Done with the number of partitions that knew it. For its waiting fetches, their stream has ended.
     """
 
     task: str
@@ -402,7 +403,7 @@ class ListLost(Request, frozen=True):
 
 class ListUnits(Request, frozen=True):
     """The storage units of the queue. ``known``: the version that the client has. It gets the next one, when there is
-    one; until then the request is parked up to ``wait_s`` seconds.
+    one; until then the request waits up to ``wait_s`` seconds.
     """
 
     known: Position | None = None
@@ -410,7 +411,7 @@ class ListUnits(Request, frozen=True):
 
 
 class WatchRun(Request, frozen=True):
-    """This process is a member of a run. Parked until the run has lost a member, up to ``wait_s`` seconds.
+    """This process is a member of a run. It waits until the run has lost a member, up to ``wait_s`` seconds.
 
     A member is in the run from its first request to LeaveRun or the end of its session, also between its requests.
     Done names the lost member, or None. ``name``: the others get it if this member is lost; None: it is a member

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
 ANSWER_S = 3.0
-"""Longest wait of a scrape for a server's answer; Prometheus gives up after 10 s."""
+"""Longest wait of a scrape for a server's answer; Prometheus stops waiting after 10 s."""
 _BUSY_S = 1.0
 """Longest wait of a scrape for another one."""
 MOST_CONNECTIONS = 16

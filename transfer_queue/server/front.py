@@ -41,7 +41,7 @@ class Front:
         self, conf: Mapping[str, Any], plane: ControlPlane | None = None, unit: StorageUnit | None = None,
         make_janitor: Callable[[], Janitor] | None = None, turn: Turn | None = None,
     ) -> None:  # fmt: skip
-        """``make_janitor``: called once there are storage units in other processes. ``turn``: None: a plane's own."""
+        """``make_janitor``: called once there are storage units in other processes. ``turn``: else the plane's."""
         self.plane = plane
         self.unit = unit
         self.disconnect: Callable[[str], None] | None = None

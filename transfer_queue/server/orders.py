@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server is told at its start by the process that starts it, on its standard input."""
+"""A server's orders: what the process that starts it writes to its standard input."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class Handler(Protocol):
     """The deciding side of a server. It answers each envelope at most once, at once or later."""
 
     def handle(self, envelope: Envelope, header: bytes, frames: list[memoryview], now: float) -> Iterable[Outgoing]:
-        """Return the answers that this request makes possible, its own or parked ones. ``now`` is monotonic seconds."""
+        """The answers that this request makes possible, its own or of those that wait. ``now`` is monotonic seconds."""
         ...
 
     def expire(self, now: float) -> Iterable[Outgoing]:

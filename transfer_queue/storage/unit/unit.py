@@ -160,7 +160,7 @@ class StorageUnit:
     # ---- time ----
 
     def tick(self, now: float) -> None:
-        """It is now so late."""
+        """The time is ``now``."""
         for arena in self._arenas:
             arena.tick(now)
 
@@ -342,7 +342,7 @@ class StorageUnit:
         return self.write(call, request, self._keep_stored if request.fresh else self._keep_aside)
 
     def put(self, call: Call, request: Write) -> Reply | Wait:
-        """A write that its process publishes: what it holds is undone with the put."""
+        """A write that the front of this process publishes. If the put fails, its reservation deletes the values."""
         return self.write(call, request, self._store if request.fresh else self._keep_aside)
 
     def write(self, call: Call, request: Write, keep: Callable[[Call, RowsToWrite], None]) -> Reply | Wait:
