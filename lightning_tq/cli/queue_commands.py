@@ -36,7 +36,8 @@ _CLIENTS = """List the clients of a running queue and what each holds: connectio
 put, leases and pins of memory, freezes of a checkpoint, leaves to replace values, parked requests, and answers that it
 has not received yet. It changes nothing in the queue."""
 _EVICT = """End the session of a client that hangs, as if it had died. What it reserved, leased, pinned or froze is
-released; what it fetched and never received goes to others. "lightning-tq clients" names the clients."""
+released; what it fetched and never received goes to others. "lightning-tq clients" names the clients. A storage unit
+is evicted only with --unit, because what it stores is lost."""
 _FORGET_TASK = """Let no partition keep samples for this task any more, because its name was misspelt or it will never
 read again. Should it fetch again, it reads from the start."""
 
@@ -61,6 +62,7 @@ def main(name: str, args: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(f"lightning-tq {name}", description=description, allow_abbrev=False)
     if act is _evict:
         parser.add_argument("client", metavar="CLIENT", help="Name of the client.")
+        parser.add_argument("--unit", action="store_true", help="Also if it is a storage unit. Its values are lost.")
     elif act is _forget_task:
         parser.add_argument("task", metavar="TASK", help="Name of the task.")
     parser.add_argument("address", nargs="?", metavar="ADDRESS", help="Address of the queue. Default: TQ_ADDRESS.")
@@ -199,7 +201,7 @@ def _evict(options: argparse.Namespace, address: str) -> int:
     clients = others(client.get_stats())
     if options.client not in clients:
         return _unknown(f"the queue has no client {options.client!r}", options.client, clients)
-    client.evict_client(options.client)
+    client.evict_client(options.client, unit=options.unit)
     held = clients[options.client]
     had = [counted(held[what], noun) for what, noun in _HOLDINGS.items() if held[what]]
     print(f"Evicted client {options.client!r}, which held {', '.join(had) or 'nothing'}.")

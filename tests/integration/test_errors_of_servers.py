@@ -22,7 +22,7 @@ from tensordict import NonTensorStack, TensorDict
 import transfer_queue as tq
 from tests.own_processes import SLOW
 from transfer_queue import protocol as p
-from transfer_queue.errors import UnitLostError
+from transfer_queue.errors import InvalidRequestError, UnitLostError
 
 JOIN_S = 20.0 * SLOW
 
@@ -164,6 +164,18 @@ def test_calls_under_way_at_a_unit_that_is_killed_name_what_was_lost_and_puts_go
             client.get_data(meta)
         client.put({"x": torch.zeros(3, dtype=torch.int64)}, metadata=meta)
     assert (len(lost), client.get_lost_samples("p")) == (6, {})
+
+
+def test_a_storage_unit_is_evicted_only_if_the_call_says_that_it_is_one(start):
+    start({"server_processes": "each", "backend": {"SimpleStorage": {"num_data_storage_units": 2}}})
+    client = tq.get_client()
+    metas = [client.put({"x": torch.arange(3)}, partition_id="p") for _ in range(4)]
+    (unit,) = [name for name in client.get_stats()["clients"] if name.startswith("unit unit0")]
+    with pytest.raises(InvalidRequestError, match=r"is a storage unit, and what it stores would be lost.*--unit"):
+        client.evict_client(unit)
+    assert [client.get_data(meta)["x"].tolist() for meta in metas] == [[0, 1, 2]] * 4
+    client.evict_client(unit, unit=True)
+    assert len(client.get_lost_samples("p")["x"]) == 6
 
 
 def reserve_and_wait() -> None:

@@ -178,18 +178,20 @@ class Partitions(Keys):
         """
         await self.session.ask(p.ExpectProducers, p.Done)
 
-    async def async_evict_client(self, client: str) -> bool:
+    async def async_evict_client(self, client: str, *, unit: bool = False) -> bool:
         """End the session of a client that hangs, as if it had died; ``get_stats()["clients"]`` names them.
 
+        Args:
+            unit: Also if it is a storage unit. All values in it are lost.
         Returns:
             Whether it held anything.
         Raises:
-            InvalidRequestError: it is this client itself; ``close`` ends its session.
+            InvalidRequestError: it is this client itself, whose session ``close`` ends, or a storage unit.
         Examples:
             >>> client.evict_client("rollout-7")  # there is no such client
             False
         """
-        return bool((await self.session.ask(p.EvictClient, p.Done, client)).value)
+        return bool((await self.session.ask(p.EvictClient, p.Done, client, unit)).value)
 
     async def async_get_stats(self) -> dict[str, Any]:
         """Numbers of the whole queue, by partition and task, and what waiting fetches lack.

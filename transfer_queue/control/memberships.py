@@ -6,6 +6,7 @@ from __future__ import annotations
 from transfer_queue import protocol as p
 from transfer_queue.calls import Call, Holding, Until, Wait
 from transfer_queue.control.state import PlaneState
+from transfer_queue.errors import InvalidRequestError
 
 _UNITS = ("units",)
 _RUNS = "runs"
@@ -52,6 +53,19 @@ def join_unit(state: PlaneState, call: Call, request: p.JoinUnit) -> p.Reply:
     state.calls.hold(call, _Unit(state, number))
     state.waits.wake(_UNITS)
     return p.Done(request.id, number)
+
+
+def check_evict(state: PlaneState, call: Call, request: p.EvictClient) -> None:
+    """Raises InvalidRequestError for a client that evicts itself, and for a storage unit that isn't named as one."""
+    evicted = request.client
+    if evicted == call.client:
+        raise InvalidRequestError(f"client {evicted!r} can't evict itself: close it instead.")
+    is_unit = any(isinstance(each, _Unit) for held in state.calls.of(evicted) for each in held.holdings)
+    if is_unit and not request.unit:
+        raise InvalidRequestError(
+            f"client {evicted!r} is a storage unit, and what it stores would be lost. If it hangs for good, evict it "
+            f"with unit=True (lightning-tq evict --unit)."
+        )
 
 
 def list_units(state: PlaneState, call: Call, request: p.ListUnits) -> p.Reply | Wait:

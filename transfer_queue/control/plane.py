@@ -14,7 +14,6 @@ from transfer_queue.calls import Answer, Call, Calls, Steps, Verb, Wait
 from transfer_queue.control import checkpoints, fetches, key_waits, lifecycle, memberships, queries, writing
 from transfer_queue.control.serving import Unread
 from transfer_queue.control.state import PlaneConfig, PlaneState
-from transfer_queue.errors import InvalidRequestError
 
 _VERBS: dict[type[p.Request], Callable[[PlaneState, Call, Any], p.Reply | Wait | Steps]] = {
     p.CreatePartition: lifecycle.create,
@@ -115,8 +114,7 @@ class ControlPlane:
         return p.Done(request.id, self.calls.cancel(call.client, request.call))
 
     def _evict(self, call: Call, request: p.EvictClient) -> p.Reply:
-        if request.client == call.client:
-            raise InvalidRequestError(f"client {call.client!r} can't evict itself: close it instead.")
+        memberships.check_evict(self.state, call, request)
         held = bool(self.calls.of(request.client))
         self.calls.end(request.client, died=True)
         return p.Done(request.id, held)

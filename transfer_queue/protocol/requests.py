@@ -374,9 +374,13 @@ class GetStats(Request, frozen=True):
 
 
 class EvictClient(Request, frozen=True):
-    """End the session of a client that hangs, as if it had died. Done says whether it held anything."""
+    """End the session of a client that hangs, as if it had died. Done says whether it held anything.
+
+    ``unit``: also if the client is a storage unit, whose values are lost then.
+    """
 
     client: str
+    unit: bool = False
 
 
 class JoinUnit(Request, frozen=True):

@@ -8,7 +8,6 @@ A client walks the same steps itself where they are in processes of their own.
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, get_args
 
@@ -58,7 +57,6 @@ class Front:
         self._welcome = json.dumps(conf).encode()
         self._said_goodbye: set[str] = set()  # clients that are still connected
         self._pids: dict[str, tuple[int, int | None]] = {}
-        self._unused: deque[p.Indexes] = deque()
         self.calls = plane.calls if plane is not None else Calls()
         if turn is not None:
             self.calls.turn = turn
@@ -321,9 +319,9 @@ class Front:
         return p.Done(request.id)
 
     def _evict(self, call: Call, request: p.EvictClient) -> p.Reply:
+        assert self.plane is not None
+        memberships.check_evict(self.plane.state, call, request)
         evicted = request.client
-        if evicted == call.client:
-            raise InvalidRequestError(f"client {evicted!r} can't evict itself: close it instead.")
         held = bool(self.calls.of(evicted))
         if self.unit is not None:
             self._keep_memory(self.unit, evicted)
