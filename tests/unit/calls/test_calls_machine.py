@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The room of calls against a model: clients begin, repeat, go on with, receive, finish, cancel and end in any order."""
+"""The room of calls against a model: clients begin, repeat, go on, receive, finish, cancel and end in any order."""
 
 from __future__ import annotations
 
@@ -367,5 +367,5 @@ class CallsMachine(RuleBasedStateMachine):
         assert self.room.next_deadline() is None, "nothing is left"
 
 
-CallsMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=50, deadline=None, print_blob=True)
+CallsMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None, print_blob=True)
 test_calls = CallsMachine.TestCase

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -28,7 +27,9 @@ from transfer_queue.storage.wire import dense_layout
 LATE_S = 100.0
 """Later than every deadline of these requests."""
 MOST_TURNS = 2000
-NAMES = st.sampled_from(["p", "x", "t", "a", "b", "", "\0units", "\0writers", "fetches", "keys", "memory", "\0", "é💥", "n" * 300])
+NAMES = st.sampled_from(
+    ["p", "x", "t", "a", "b", "", "\0units", "\0writers", "fetches", "keys", "memory", "\0", "é💥", "n" * 300]
+)
 FEW = st.sampled_from([0, 1, 2, 3, 5, 8, -1, 2**31 - 1, 2**40, 2**53, 2**63 - 1])
 TOKENS = st.sampled_from(["p:t:0:0", "1/0/0", "x"])
 SAMPLES = st.lists(st.integers(-1, 9), max_size=5).map(p.pack_indexes)
@@ -42,14 +43,26 @@ SPECS = st.sampled_from(
     [specs(), specs(PAGE), {"x": p.FieldSpec(None, None, is_non_tensor=True)}, {"y": p.FieldSpec("int64", ())}, {}]
 )
 SECONDS = st.sampled_from([0.0, 0.0, 1.0, 5.0])
-OWN = {"partition": NAMES, "where": st.none() | FILTERS, "indexes": SAMPLES, "wait_s": SECONDS, "tokens": st.lists(TOKENS, max_size=2)}
+OWN = {
+    "partition": NAMES,
+    "where": st.none() | FILTERS,
+    "indexes": SAMPLES,
+    "wait_s": SECONDS,
+    "tokens": st.lists(TOKENS, max_size=2),
+}
 """Fields of requests by name, where their types say too little."""
 KINDS = [*typing.get_args(p.AnyRequest), *typing.get_args(messages.UnitRequest)]
 
 
 def columns() -> st.SearchStrategy[messages.Columns]:
     def of(rows: int, lease: int, nbytes: int) -> messages.Columns:
-        header = messages.ColumnHeader("x", dense_layout("uint8", 1, (nbytes,)), rows, offset=0 if lease else -1, nbytes=rows * nbytes if lease else 0)
+        header = messages.ColumnHeader(
+            "x",
+            dense_layout("uint8", 1, (nbytes,)),
+            rows,
+            offset=0 if lease else -1,
+            nbytes=rows * nbytes if lease else 0,
+        )
         return messages.Columns([header], [], lease)
 
     return st.builds(of, st.integers(0, 3), st.integers(0, 4), st.sampled_from([NBYTES, PAGE]))
@@ -87,7 +100,8 @@ def any_of(hint: Any) -> st.SearchStrategy[Any]:
 
 
 PLAIN: dict[Any, st.SearchStrategy[Any]] = {
-    type(None): st.none(), bool: st.booleans(), int: FEW, float: SECONDS, str: NAMES, bytes: SAMPLES | st.binary(max_size=9), Any: VALUES,
+    type(None): st.none(), bool: st.booleans(), int: FEW, float: SECONDS, str: NAMES,
+    bytes: SAMPLES | st.binary(max_size=9), Any: VALUES,
 }  # fmt: skip
 
 NUMBERS = st.integers(1, 12)
@@ -97,7 +111,9 @@ BEGINNINGS = st.one_of(
     st.builds(lambda first: p.CheckFields(1, "p", p.pack_indexes([first, first + 1]), specs(), 1.0), st.integers(0, 4)),
     st.builds(lambda keys: p.ResolveKeys(1, "p", keys, True, True, specs(), 1.0, ["x"]), st.lists(NAMES, max_size=3)),
 )
-PUTS = st.builds(lambda begin, tags: ("put", begin, tags), BEGINNINGS, st.sampled_from([{}, {0: {"a": 1}}, {0: {"a": "x"}}]))
+PUTS = st.builds(
+    lambda begin, tags: ("put", begin, tags), BEGINNINGS, st.sampled_from([{}, {0: {"a": 1}}, {0: {"a": "x"}}])
+)
 """Requests that often have an effect."""
 USUAL = st.one_of(
     PUTS,
@@ -162,12 +178,14 @@ def rest(front: Front, now: float) -> None:
 
 
 @pytest.mark.parametrize("parts", ["plane and unit", "plane", "unit"])
-@settings(max_examples=300, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_no_requests_break_a_server(parts, data):
     front, now, clients = a_server(parts), 0.0, {}
     any_request = requests(front)
-    for step in data.draw(st.lists(st.sampled_from(["any", "any", "usual", "usual", "time", "gone"]), min_size=15, max_size=40)):
+    for step in data.draw(
+        st.lists(st.sampled_from(["any", "any", "usual", "usual", "time", "gone"]), min_size=15, max_size=40)
+    ):
         if step == "time":
             now += data.draw(SECONDS)
             rest(front, now)
