@@ -45,7 +45,7 @@ class Calls:
         self.now = 0.0
         self.verbs: dict[type[Request], Verb] = {}
         self.steps: set[type[Request]] = set()
-        """Requests that may be further steps of a call that was answered."""
+        """Requests that may be further steps of a call that was answered. They reply or wait, and have no steps."""
         self.faults: list[BaseException] = []
         """What should not have failed: bugs, and foreign code. Its owner logs them and empties the list."""
         self._sessions: dict[str, _Session] = {}
@@ -78,7 +78,7 @@ class Calls:
             under_way.envelope = call.envelope
         elif same and known.reply is not None and known.reply is not RECEIVED:
             self._answers.append(Answer(call, call.request, call.envelope, known.reply, known.values))
-        elif call.kind in self.steps:
+        elif call.kind in self.steps and not known.is_under_way:
             return False
         else:
             self._answers.append(Answer(call, call.request, call.envelope, _failed(call, ProtocolError(
