@@ -60,8 +60,7 @@ def check_evict(state: PlaneState, call: Call, request: p.EvictClient) -> None:
     evicted = request.client
     if evicted == call.client:
         raise InvalidRequestError(f"client {evicted!r} can't evict itself: close it instead.")
-    is_unit = any(isinstance(each, _Unit) for held in state.calls.of(evicted) for each in held.holdings)
-    if is_unit and not request.unit:
+    if state.calls.of_session(evicted, _Unit) and not request.unit:
         raise InvalidRequestError(
             f"client {evicted!r} is a storage unit, and what it stores would be lost. If it hangs for good, evict it "
             f"with unit=True (lightning-tq evict --unit)."
