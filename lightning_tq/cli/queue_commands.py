@@ -33,8 +33,8 @@ waiting requests and what they lack, clients that hold something, samplers that 
 unit holds. It changes nothing in the queue. Rates compare two snapshots; a single report takes both, half a second
 apart."""
 _CLIENTS = """List the clients of a running queue and what each holds: connections, samples that it reserved and has not
-put, leases and pins of memory, freezes of a checkpoint, leaves to replace values, parked requests, and answers that it
-has not received yet. It changes nothing in the queue."""
+put, leases and pins of memory, freezes of a checkpoint, permits to replace values, waiting requests, and answers that
+it has not received yet. It changes nothing in the queue."""
 _EVICT = """End the session of a client that hangs, as if it had died. What it reserved, leased, pinned or froze is
 released; what it fetched and never received goes to others. "lightning-tq clients" names the clients. A storage unit
 is evicted only with --unit, because what it stores is lost."""
@@ -42,7 +42,7 @@ _FORGET_TASK = """Let no partition keep samples for this task any more, because 
 read again. Should it fetch again, it reads from the start."""
 
 _HOLDINGS = {
-    "reserved": "reserved sample", "leases": "lease", "pins": "pin", "freezes": "freeze", "leaves": "leave",
+    "reserved": "reserved sample", "leases": "lease", "pins": "pin", "freezes": "freeze", "leaves": "replace permit",
     "parked": "waiting request",
 }  # fmt: skip
 """What ``evict`` reports, by its name in the statistics."""

@@ -181,7 +181,7 @@ def _units(units: Sequence[Numbers], stats: Numbers, process: Numbers) -> Iterat
         "arena_bytes": ("Memory that clients map, in use.", lambda unit: unit["arena_nbytes"]),
         "recyclable_bytes": ("Memory that clients map, kept for later puts.", lambda unit: unit["recyclable_nbytes"]),
         "leased_bytes": ("Memory leased to writers.", lambda unit: unit["leased_nbytes"]),
-        "uncommitted_bytes": ("Values of puts under way.", lambda unit: unit["uncommitted_nbytes"]),
+        "uncommitted_bytes": ("Values put aside to replace others.", lambda unit: unit["uncommitted_nbytes"]),
         "pins": ("Reads that pin memory.", lambda unit: unit["pins"]),
         "waiting_puts": ("Puts that wait for room.", lambda unit: unit["parked"]),
         "waiting_bytes": ("Bytes of puts that wait for room.", lambda unit: unit["parked_nbytes"]),
