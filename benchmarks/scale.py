@@ -180,7 +180,7 @@ class Queue:
         found["tick"] = self.measured(REPEATS, self._tick)
         missing = BATCH * self.size.ranks - few
         found["wake_all"] = self.measured(count, lambda: self.put(partition, missing))
-        assert not self.plane.state.waiters, "every rank has its batch"
+        assert not self.plane.state.waits.count, "every rank has its batch"
         self.park(partition, 1)
         self.now += 2 * SECOND_S
         found["expire_all"] = self.measured(count, self.finish)
