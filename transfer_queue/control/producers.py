@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from transfer_queue.calls import Call, Calls, Holding, Until
 
 
-class _Field:
+class _Producers:
     """``alive``: by session, what it holds. ``died_at``: the death of the last one to end."""
 
     __slots__ = ("alive", "died_at", "published_at")
@@ -41,7 +41,7 @@ class Producers:
         self._calls = calls
         self._grace_s = grace_s
         self._lost = lost
-        self._fields: dict[str, _Field] = {}
+        self._fields: dict[str, _Producers] = {}
 
     def announced(self, call: Call, fields: Iterable[str]) -> None:
         """The call's session is about to write these fields. It counts as alive, although it may never publish them."""
@@ -59,7 +59,7 @@ class Producers:
             producers.published_at = self._calls.now
 
     def _producing(self, call: Call, name: str) -> None:
-        producers = self._fields.setdefault(name, _Field())
+        producers = self._fields.setdefault(name, _Producers())
         producers.alive[call.client] = own = _Producing(self, name, call.client)
         self._calls.hold(call, own)
 
