@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transport_kit import JOIN_S, Desk, calls, held, numbered, served_by_process, served_by_thread
+from transport_kit import JOIN_S, Desk, calls, held, numbered, served_by_process, served_by_thread, until
 
 from transfer_queue.errors import LaunchError, QueueUnreachableError
 from transfer_queue.launch.local import short_directory
@@ -386,22 +386,20 @@ def test_a_forked_child_keeps_no_end_of_its_parents_lines_open(caller, desk, tmp
         stay = context.Event()
         child = context.Process(target=stay.wait)
         child.start()
-        files = held()[1]
-        other = SocketCaller("other")
-        assert echo(other, peer) == [b"echo"]
-        caller.close()
-        deadline = time.monotonic() + JOIN_S
-        while held()[1] >= files + 3 and time.monotonic() < deadline:  # the server hears of the end of a line
-            echo(other, peer)
-        assert held()[1] < files + 3
-        server.stop()
-        started = time.monotonic()
-        with pytest.raises(QueueUnreachableError, match="has ended"):
-            echo(other, peer, b"park", 60.0)
-        assert time.monotonic() - started < AT_ONCE_S
-        other.close()
-        stay.set()
-        child.join(JOIN_S)
+        try:
+            other = SocketCaller("other")
+            assert echo(other, peer) == [b"echo"]
+            caller.close()
+            until(lambda: desk.gone == ["me"])  # the server hears of the end of a line
+            server.stop()
+            started = time.monotonic()
+            with pytest.raises(QueueUnreachableError, match="has ended"):
+                echo(other, peer, b"park", 60.0)
+            assert time.monotonic() - started < AT_ONCE_S
+            other.close()
+        finally:
+            stay.set()
+            child.join(JOIN_S)
         assert child.exitcode == 0
         child.close()
 
