@@ -26,6 +26,10 @@ def request_of(call: PeerCall) -> Any:
     return _decode(call.header).request
 
 
+def kind_of(call: PeerCall) -> str:
+    return type(request_of(call)).__name__
+
+
 def fetch_of(fields: Sequence[str], batch_size: int, partition: str, task: str, wait_s: float = 0.0) -> p.Fetch:
     """The request of a stream's batch."""
     return fetch_request(fields, batch_size, partition, task, None, wait_s)
@@ -60,7 +64,7 @@ def exchanges(client: tq.TransferQueueClient, verb: Callable[[], object]) -> lis
 
     async def noted(calls: Any, timeout_s: float) -> list[RawReply]:
         made = list(calls)
-        found.append([type(request_of(call)).__name__ for call in made])
+        found.append([kind_of(call) for call in made])
         return await ask(made, timeout_s)
 
     caller.call_many = noted  # type: ignore[method-assign]
@@ -72,7 +76,7 @@ def exchanges(client: tq.TransferQueueClient, verb: Callable[[], object]) -> lis
 
 
 @contextmanager
-def giving_up(client: tq.TransferQueueClient, kind: type[p.Request], error: BaseException) -> Iterator[list[Any]]:
+def giving_up(client: tq.TransferQueueClient, kind: str, error: BaseException) -> Iterator[list[Any]]:
     """Inside, the first call of this kind is answered, and then given up with ``error`` before its answer is read.
 
     What the transport does for a call that is given up is done here, too: its cancel is sent. Yields the requests
@@ -85,7 +89,7 @@ def giving_up(client: tq.TransferQueueClient, kind: type[p.Request], error: Base
     async def give_up(calls: Any, timeout_s: float) -> list[RawReply]:
         made = list(calls)
         replies = await ask(made, timeout_s)
-        if given_up or not any(isinstance(request_of(call), kind) for call in made):
+        if given_up or kind not in map(kind_of, made):
             return replies
         given_up.extend(map(request_of, made))
         for call in made:
@@ -101,7 +105,7 @@ def giving_up(client: tq.TransferQueueClient, kind: type[p.Request], error: Base
 
 
 @contextmanager
-def before(client: tq.TransferQueueClient, kind: type[p.Request], act: Callable[[], object]) -> Iterator[None]:
+def before(client: tq.TransferQueueClient, kind: str, act: Callable[[], object]) -> Iterator[None]:
     """Inside, ``act`` is done once, when the first request of this kind is about to be sent."""
     acts = [act]
     caller = _caller_of(client)
@@ -109,7 +113,7 @@ def before(client: tq.TransferQueueClient, kind: type[p.Request], act: Callable[
 
     async def act_first(calls: Any, timeout_s: float) -> list[RawReply]:
         made = list(calls)
-        if acts and any(isinstance(request_of(call), kind) for call in made):
+        if acts and kind in map(kind_of, made):
             acts.pop()()
         return await ask(made, timeout_s)
 
