@@ -19,11 +19,10 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 import transfer_queue as tq
-from tests.contract.backend_kit import BACKENDS, RUNNING, missing, prepared
+from tests.contract.backend_kit import BACKENDS, RUNNING, manager_by_hand, missing, prepared
+from tests.contract.storage_kit import blocking
 from tests.integration.noticing import until
 from tests.own_processes import SLOW, own_processes
-from transfer_queue.storage import StorageManagerFactory
-from transfer_queue.transport.blocking import run_blocking
 
 _names = itertools.count()
 pytestmark = pytest.mark.timeout(120)
@@ -252,13 +251,13 @@ def test_a_checkpoint_is_saved_and_loaded(client, queue, name, tmp_path):
 def test_a_manager_made_by_hand_reads_what_the_queue_holds(client, queue, name):
     meta = client.put(rows(x=torch.arange(4).view(2, 2)), partition_id=name)
     backend = queue.backend.storage_backend
-    manager = StorageManagerFactory.create(backend, queue.controller.zmq_info, queue.backend[backend], zmq_context=None)
+    manager = manager_by_hand(queue)
     if backend == "SimpleStorage" and len(queue.backend.SimpleStorage.zmq_info) > 1:
         with pytest.raises(ValueError, match=r"several storage units.*use the client's get_data"):
-            run_blocking(manager.get_data(meta))
+            blocking(manager.get_data(meta))
     else:
-        assert listed(run_blocking(manager.get_data(meta))["x"]) == [[0, 1], [2, 3]]
-    run_blocking(manager.close())
+        assert listed(blocking(manager.get_data(meta))["x"]) == [[0, 1], [2, 3]]
+    blocking(manager.close())
     manager.session.close()
 
 
@@ -291,7 +290,7 @@ def queue_address() -> str:
 
 
 _DIES = """
-import os, sys, torch, transfer_queue as tq
+import sys, torch, transfer_queue as tq
 import tests.contract.backend_kit
 from tensordict import TensorDict
 from transfer_queue import protocol as p
@@ -319,19 +318,11 @@ def test_a_writer_that_dies_before_its_publish_leaves_no_value(client, queue, na
 
 
 _DIES_BEFORE_COMMIT = """
-import os, sys, torch, transfer_queue as tq
+import sys, torch, transfer_queue as tq
 import tests.contract.backend_kit
 from tensordict import TensorDict
-from transfer_queue.storage.messages import Commit
 client = tq.get_client()
-call_many = client.session.call_many
-
-async def dying(asks, *args, **kwargs):
-    if any(isinstance(request, Commit) for _, request, _ in asks):
-        os._exit(7)
-    return await call_many(asks, *args, **kwargs)
-
-client.session.call_many = dying
+tests.contract.backend_kit.die_before_commit(client, 7)
 meta = client.get_meta(["a"], partition_id=sys.argv[1], mode="force_fetch")
 client.put(TensorDict({"x": torch.zeros(2, 50000)}, batch_size=[2]), metadata=meta)
 """
