@@ -262,7 +262,7 @@ def test_a_manager_made_by_hand_reads_what_the_queue_holds(client, queue, name):
 
 
 _OTHER = """
-import sys, torch, transfer_queue as tq
+import os, sys, torch, transfer_queue as tq
 import tests.contract.backend_kit
 from tensordict import TensorDict
 client = tq.get_client()
