@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import multiprocessing
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 import transfer_queue as tq
-from tests.contract.backend_kit import BACKENDS, RUNNING, manager_by_hand, missing, prepared
+from tests.contract.backend_kit import BACKENDS, RUNNING, die_before_commit, manager_by_hand, missing, prepared
 from tests.contract.storage_kit import blocking
 from tests.integration.noticing import until
 from tests.own_processes import SLOW, own_processes
+from transfer_queue import protocol as p
 
 _names = itertools.count()
 pytestmark = pytest.mark.timeout(120)
@@ -289,43 +291,44 @@ def queue_address() -> str:
     return str(tq.init().address)
 
 
-_DIES = """
-import sys, torch, transfer_queue as tq
-import tests.contract.backend_kit
-from tensordict import TensorDict
-from transfer_queue import protocol as p
-client = tq.get_client()
-send = client.session.send_with_frames
+def exit_code_of(target: Callable[[str], None], partition: str) -> int | None:
+    """Of a forked process."""
+    process = multiprocessing.get_context("fork").Process(target=target, args=(partition,))
+    process.start()
+    process.join(90 * SLOW)
+    process.kill()
+    return process.exitcode
 
-async def dying(request, *args, **kwargs):
-    if isinstance(request, (p.Publish, p.Put)):
-        os._exit(7)
-    return await send(request, *args, **kwargs)
 
-client.session.send_with_frames = dying
-client.put(TensorDict({"x": torch.zeros(2, 50000)}, batch_size=[2]), partition_id=sys.argv[1])
-"""
+def large() -> TensorDict:
+    return rows(x=torch.from_numpy(np.zeros((2, 50_000), np.float32)))  # torch's own fill may hang in a fork
+
+
+def put_and_die_before_the_publish(partition: str) -> None:
+    client = tq.get_client()
+    send = client.session.send_with_frames
+
+    async def dying(request: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(request, (p.Publish, p.Put)):
+            os._exit(7)
+        return await send(request, *args, **kwargs)
+
+    client.session.send_with_frames = dying
+    client.put(large(), partition_id=partition)
 
 
 def test_a_writer_that_dies_before_its_publish_leaves_no_value(client, queue, name):
     if queue.backend.storage_backend == "FilesByHand":
         pytest.skip("nobody knows the fields of what was never published")
-    command = [sys.executable, "-c", _DIES, name]
-    died = subprocess.run(command, timeout=90 * SLOW, env={**os.environ, "TQ_ADDRESS": queue_address()})
-    assert died.returncode == 7
+    assert exit_code_of(put_and_die_before_the_publish, name) == 7
     assert until(lambda: not keys_in_files(queue) and not any(unit["values"] for unit in client.get_storage_stats()))
     assert client.get_stats()["partitions"].get(name, {"samples": 0})["samples"] == 0
 
 
-_DIES_BEFORE_COMMIT = """
-import sys, torch, transfer_queue as tq
-import tests.contract.backend_kit
-from tensordict import TensorDict
-client = tq.get_client()
-tests.contract.backend_kit.die_before_commit(client, 7)
-meta = client.get_meta(["a"], partition_id=sys.argv[1], mode="force_fetch")
-client.put(TensorDict({"x": torch.zeros(2, 50000)}, batch_size=[2]), metadata=meta)
-"""
+def put_and_die_before_the_commit(partition: str) -> None:
+    client = tq.get_client()
+    die_before_commit(client, 7)
+    client.put(large(), metadata=client.get_meta(["a"], partition_id=partition, mode="force_fetch"))
 
 
 def test_a_writer_that_dies_before_it_commits_references_leaves_none(client, queue, name):
@@ -333,8 +336,6 @@ def test_a_writer_that_dies_before_it_commits_references_leaves_none(client, que
         pytest.skip("all key-value stores have the same references")
     client.put(rows(a=torch.zeros(2, 1)), partition_id=name)
     before = keys_in_files(queue)
-    command = [sys.executable, "-c", _DIES_BEFORE_COMMIT, name]
-    died = subprocess.run(command, timeout=90 * SLOW, env={**os.environ, "TQ_ADDRESS": queue_address()})
-    assert died.returncode == 7
+    assert exit_code_of(put_and_die_before_the_commit, name) == 7
     assert until(lambda: not any(unit["uncommitted_nbytes"] for unit in client.get_storage_stats()))
     assert (keys_in_files(queue), [unit["values"] for unit in client.get_storage_stats()]) == (before, [2])

@@ -70,9 +70,9 @@ def fill(plane: Any) -> None:
         put(plane, PER_PUT, "x", "y")
 
 
-def named(plane: Any) -> None:
+def named(plane: Any, count: int = SAMPLES) -> None:
     """As many samples, each with a key and a tag."""
-    for start in range(0, SAMPLES, PER_PUT):
+    for start in range(0, count, PER_PUT):
         keys = [f"rollout-{number:07d}" for number in range(start, start + PER_PUT)]
         samples = indexes(ask(plane, ROLLOUT, p.ResolveKeys, "p", keys, True))
         publish(plane, samples, "x", "y", tags={index: {"score": 0.5} for index in samples})
@@ -135,10 +135,10 @@ def test_the_count_notices_what_is_kept_per_sample_in_python_objects(grown):
 def test_a_large_partition_that_is_gone_is_freed_in_slices(grown, how):
     plane, empty = used_before(), save(used_before())
     grown()
-    named(plane)
+    named(plane, SAMPLES // 3)
     taken = grown()
     plane.client_gone(ROLLOUT, now=0.0, died=False)
-    short_turns(plane, 4)
+    short_turns(plane, 2)
     if how == "clear":
         plane.received(ACTOR, [ask(plane, ACTOR, p.ClearPartition, "p").id])
     else:

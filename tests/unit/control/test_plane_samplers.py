@@ -396,6 +396,17 @@ def test_a_round_that_fails_for_one_rank_exists_for_none(make_plane):
     assert batch(plane, 1, 1, 0) == [1]
 
 
+def test_what_a_round_took_that_failed_is_offered_again(make_plane):
+    works = iter([True, False, True, True])
+    sampler = Own(lambda ready: (ready[:1], ready[:1]) if next(works) else ([], []))
+    plane = plane_of(make_plane, sampler)
+    register(plane, dp_size=2)
+    put(plane, 2)
+    assert isinstance(fetch(plane, 1, 0, 0), p.NotReady)
+    assert [batch(plane, 1, rank, 0) for rank in range(2)] == [[0], [1]]
+    assert sampler.offered == [[0, 1], [1], [0, 1], [1]]
+
+
 def test_ranks_of_a_round_are_offered_only_what_the_ranks_before_them_left(make_plane):
     sampler = Own(lambda ready: (ready[-1:], ready[-1:]))
     plane = plane_of(make_plane, sampler)

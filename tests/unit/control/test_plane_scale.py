@@ -200,7 +200,7 @@ def test_all_waiting_fetches_are_told_the_end(crowd):
     size=st.integers(1, 3),
     ranks=st.integers(2, 9),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_a_round_in_one_step_is_the_round_drawn_rank_by_rank(cleared, tails, size, ranks):
     planes = []
     for sampler in (RankAwareSampler(), OneByOne()):
