@@ -158,6 +158,7 @@ def test_the_same_number_again_gets_the_same_answer(client, queue, name):
             assert client.get_stats()["partitions"][name]["samples"] == counted
             bare.sendall(framed(msgspec.msgpack.encode([[8], p.ListPartitions(10)]), 4))
             received_replies(bare, 1)
+        assert comes_true(lambda: "twice" not in client.get_stats()["clients"]), "the next session has its name"
     client.put({"x": torch.arange(2)}, partition_id=name)
     with hello(queue, "fetches") as bare:
         bare.sendall(fetch + fetch)
