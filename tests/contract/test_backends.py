@@ -292,16 +292,23 @@ def queue_address() -> str:
 
 
 def exit_code_of(target: Callable[[str], None], partition: str) -> int | None:
-    """Of a forked process."""
-    process = multiprocessing.get_context("fork").Process(target=target, args=(partition,))
+    """Of a forked process. It has one thread of torch: the others are its parent's, and never answer."""
+
+    def run() -> None:
+        torch.set_num_threads(1)
+        target(partition)
+
+    process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
     process.join(90 * SLOW)
     process.kill()
+    process.join()
     return process.exitcode
 
 
 def large() -> TensorDict:
-    return rows(x=torch.from_numpy(np.zeros((2, 50_000), np.float32)))  # torch's own fill may hang in a fork
+    """Too much to travel in a message."""
+    return rows(x=torch.from_numpy(np.zeros((2, 30_000), np.float32)))
 
 
 def put_and_die_before_the_publish(partition: str) -> None:

@@ -243,7 +243,8 @@ def test_several_steps_on_one_draw_keep_the_bound_whatever_the_order_within_it(
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    ("strategy", "devices"), [("ddp", 2), pytest.param("model_parallel", 4, marks=pytest.mark.slow)]
+    ("strategy", "devices"),
+    [pytest.param("ddp", 2, marks=pytest.mark.programs), pytest.param("model_parallel", 4, marks=pytest.mark.slow)],
 )
 def test_ranks_drop_together_and_agree_on_how_many(run_ranks: Any, strategy: str, devices: int, tmp_path: Path) -> None:
     code, output, _ = run_ranks("callbacks_script.py", "staleness", strategy, str(devices), "LOGS")
