@@ -128,7 +128,8 @@ class WriteTransaction:
             tags = {}
         by_key = isinstance(begin, p.ResolveKeys)
         number = self._session.number()
-        return p.Publish(number, begin.partition, packed, fields, tags, by_key, begin.id, uncommitted=True)
+        role = p.role_of(begin)
+        return p.Publish(number, begin.partition, packed, fields, tags, by_key, begin.id, uncommitted=True, role=role)
 
 
 class Puts(ClientBase):

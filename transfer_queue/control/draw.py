@@ -17,13 +17,16 @@ import numpy as np
 import numpy.typing as npt
 
 from transfer_queue.control.consumer import Consumer, FieldNames
+from transfer_queue.control.groups import Group
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet, ReadyView
+from transfer_queue.control.ready_groups import TaskGroups
 from transfer_queue.control.rows import Rows, RowState, all_of
 from transfer_queue.control.whole_groups import WholeGroups, groups_in
 from transfer_queue.errors import InvalidRequestError, SamplerError, TransferQueueError
 from transfer_queue.protocol import Fetch, Indexes, RegisterTask, Tags
 from transfer_queue.sampler.base import BaseSampler, Round, RoundSampler
+from transfer_queue.sampler.group_sampler import GroupSampler
 from transfer_queue.sampler.registry import resolve
 
 TAIL_POLICIES = ("drop", "pad", "uneven_ok")
@@ -133,8 +136,9 @@ class Share:
 class SamplerView:
     """What a sampler may read of a partition besides the ready samples."""
 
-    def __init__(self, partition: Partition) -> None:
+    def __init__(self, partition: Partition, task: str) -> None:
         self._partition = partition
+        self._task = task
 
     @property
     def partition_id(self) -> str:
@@ -142,7 +146,12 @@ class SamplerView:
 
     @property
     def sealed(self) -> bool:
-        return self._partition.sealed
+        return self._partition.is_final
+
+    def group_queue(self, ready_indexes: ReadyView, sampler: GroupSampler) -> Any:
+        """The groups that the task may draw; empty where the partition has none."""
+        groups = self._partition.groups
+        return _NoGroups() if groups is None else TaskGroups(groups, ready_indexes.ready, sampler, self._task)
 
     @property
     def custom_meta(self) -> Mapping[int, Tags]:
@@ -185,6 +194,16 @@ class SamplerView:
         return rows
 
 
+class _NoGroups:
+    step = None
+
+    def __len__(self) -> int:
+        return 0
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(())
+
+
 @dataclass(slots=True)
 class Draw:
     """One attempt to draw batch ``batch_index`` for ``ranks`` from what is ready for ``fields``."""
@@ -218,7 +237,9 @@ class Draw:
             if self.ready.count < sampler.samples_needed(self.batch_size, self.dp_size or 1):
                 return None
             view = ReadyView(self.ready, column)
-            wanted = Round(view, self.batch_size, self.ranks, self.batch_index, SamplerView(self.partition))
+            wanted = Round(
+                view, self.batch_size, self.ranks, self.batch_index, SamplerView(self.partition, self.consumer.task)
+            )
             batches: list[list[int]] = sampler.round(wanted)
         if not batches:
             return None
@@ -274,7 +295,7 @@ class Draw:
     def _share(self, rank: int | None, ready: ReadySet) -> Share | None:
         offered: Any = ReadyView(ready, self.partition.table.column("index"))
         arguments = self._arguments(rank)
-        arguments["partition"] = SamplerView(self.partition)
+        arguments["partition"] = SamplerView(self.partition, self.consumer.task)
         own = _draws_rounds(type(self.sampler))
         if not own:  # users' samplers were promised a list, which they may change
             ready.listed = ready.listed or list(offered)
@@ -322,9 +343,11 @@ class Draw:
         """Distribute what is left by the tail policy; there may be fewer shares than ranks, or none."""
         if policy == "drop":
             return []
+        if isinstance(self.sampler, GroupSampler):
+            return self._last_round(self.sampler)
         view = ReadyView(self.ready, self.partition.table.column("index"))
         with foreign(self.sampler, self.consumer.task):
-            left = self.sampler.tail(view, self.batch_size, partition=SamplerView(self.partition))
+            left = self.sampler.tail(view, self.batch_size, partition=SamplerView(self.partition, self.consumer.task))
         indexes = self._as_indexes(left)
         if not len(indexes):
             return []
@@ -334,6 +357,15 @@ class Draw:
         parts = [indexes[i * self.batch_size : (i + 1) * self.batch_size] for i in range(len(self.ranks))]
         rows = [self.partition.rows_of(part) for part in parts]
         return [Share(part, own, own) for part, own in zip(parts, rows, strict=True) if len(part)]
+
+    def _last_round(self, sampler: GroupSampler) -> list[Share]:
+        view = ReadyView(self.ready, self.partition.table.column("index"))
+        task = self.consumer.task
+        with foreign(sampler, task):
+            wanted = Round(view, 1, self.ranks, self.batch_index, SamplerView(self.partition, task))
+            batches = sampler.last_round(wanted)
+        indexes = [np.array(batch, dtype=np.int64) for batch in batches]
+        return [Share(own, rows := self.partition.rows_of(own), rows) for own in indexes]
 
     def _padded(self, left: Indexes) -> list[Share]:
         total = self.batch_size * len(self.ranks)

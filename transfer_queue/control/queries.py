@@ -14,7 +14,7 @@ from transfer_queue import protocol as p
 from transfer_queue.calls import PAGE, Call, Holding, Name, Wait
 from transfer_queue.control.checkpoints import Freezing
 from transfer_queue.control.partition import Partition
-from transfer_queue.control.rows import RowState, all_of
+from transfer_queue.control.rows import PUBLISHED, RowState, all_of
 from transfer_queue.control.serving import ServedFetch
 from transfer_queue.control.serving import describe as describe_samples
 from transfer_queue.control.state import FETCHES, KEYS, SAVING, WRITERS, PlaneState
@@ -125,7 +125,7 @@ def published_keys(partition: Partition, items: list[tuple[str, int]], where: Ta
         return {}
     indexes = np.array([index for _, index in items], dtype=np.int64)
     rows = partition.rows_of(indexes)
-    live = partition.table.column("state")[rows] == RowState.LIVE
+    live = PUBLISHED[partition.table.column("state")[rows]]
     tags = partition.tags.of(indexes, rows)
     found = {key: tags.get(index, {}) for (key, index), shown in zip(items, live.tolist(), strict=True) if shown}
     return found if where is None else {key: own for key, own in found.items() if where.matches(own)}

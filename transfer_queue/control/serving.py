@@ -14,6 +14,7 @@ from transfer_queue.calls import MORE, Holding, More, Turn, Until
 from transfer_queue.control.consumer import UNLEDGERED, Consumer, StreamEnd
 from transfer_queue.control.draw import Draw, Share, Task, foreign
 from transfer_queue.control.filtered import FilteredSet
+from transfer_queue.control.groups import READY, Groups
 from transfer_queue.control.ledger import BatchKey, Entry
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet
@@ -22,6 +23,7 @@ from transfer_queue.control.state import PlaneState
 from transfer_queue.control.tag_filter import parse_filter
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.protocol import Batch, Ended, Fetch, Indexes, NotReady, pack_indexes, unpack_indexes
+from transfer_queue.sampler.group_sampler import GroupSampler
 
 QUIET_S = 2.0
 """A finite unsealed stream ends with a short batch once nothing was published for this long."""
@@ -105,6 +107,8 @@ class Taken(Holding):
             drawn, number = entry.consumes, entry.number
         rows, found = partition.table.find(drawn)
         consumer.release(rows[found], number)
+        if partition.groups is not None and len(rows):
+            partition.groups.gave_back(consumer.task, rows[found])
 
 
 class Reading(Holding):
@@ -140,8 +144,11 @@ class Arriving(Reading):
 class ServedFetch:
     """One fetch against one partition. ``answer`` may be called repeatedly until it is not None."""
 
-    def __init__(self, fetch: Fetch, partition: Partition, task: Task, dp_size: int | None, turn: Turn) -> None:
+    def __init__(
+        self, fetch: Fetch, partition: Partition, task: Task, dp_size: int | None, turn: Turn, client: str = ""
+    ) -> None:
         self._fetch = fetch
+        self._client = client
         self.partition = partition
         self._task = task
         self._turn = turn
@@ -174,7 +181,7 @@ class ServedFetch:
                 return self._from_ledger(entry)
             for earlier in self._skipped((self._rank, batch_index)) if may_draw else ():
                 fetch = msgspec.structs.replace(self._fetch, batch_index=earlier, first_index=None)
-                served = ServedFetch(fetch, self.partition, self._task, self._dp_size, self._turn)
+                served = ServedFetch(fetch, self.partition, self._task, self._dp_size, self._turn, self._client)
                 reply = served.answer(now, may_draw, waited)
                 self.written += served.written
                 self.has_given |= served.has_given
@@ -256,6 +263,8 @@ class ServedFetch:
 
     def _draw(self, batch_index: int | None) -> Draw:
         fetch = self._fetch
+        if self._groups is not None:
+            self._groups.work.before_draw(fetch.task)
         ranks: tuple[int | None, ...] = (self._rank,)
         if self._dp_size is not None:
             ranks = tuple(range(self._dp_size))
@@ -264,6 +273,11 @@ class ServedFetch:
             self.partition, self.consumer, self._task.sampler, tuple(fetch.fields), self.ready(), fetch.batch_size,
             batch_index, ranks, self._dp_size, fetch.sampler_args,
         )  # fmt: skip
+
+    @property
+    def _groups(self) -> Groups | None:
+        """Where the task draws groups."""
+        return self.partition.groups if isinstance(self._task.sampler, GroupSampler) else None
 
     def _check_free(self, batch_index: int | None) -> None:
         """A round is drawn for all ranks, so none of them may already have this batch."""
@@ -283,9 +297,14 @@ class ServedFetch:
             fresh = shares[0].consumed[self.consumer.given[shares[0].consumed] == 0]
             self.drawn = self.partition.table.column("index")[fresh]
             self.consumer.give(shares[0].consumed, UNLEDGERED)
+            if self._groups is not None:
+                self._groups.drew(self._fetch.task, [(self._client, None, shares[0].rows)])
             return self._batch(shares[0].indexes, shares[0].rows, padding=shares[0].padding)
         entries = [self._write(rank, draw.batch_index, share) for rank, share in zip(draw.ranks, shares, strict=False)]
         self._give(entries, shares)
+        if self._groups is not None:
+            drawn = [(*entry.key, share.rows) for entry, share in zip(entries, shares, strict=True)]
+            self._groups.drew(self._fetch.task, drawn)
         reply: Batch | None = None
         for entry, share in zip(entries, shares, strict=True):
             if entry.key[0] == self._rank:
@@ -373,6 +392,8 @@ class ServedFetch:
 
         Samples that have all fields and don't match the filter count as not coming, although their tags may change.
         """
+        if self._groups is not None:
+            return self._end_of_groups(draw)
         ready, unmatched = draw.ready.count, self._num_unmatched(draw.ready)
         if self._fetch.finite and self.partition.is_exhausted(self.consumer, unmatched):
             return self._over(draw.batch_index)
@@ -391,9 +412,22 @@ class ServedFetch:
             return self._hand_out(draw, shares)
         return Ended(self._fetch.id, "sealed", left) if self.partition.sealed else self._over(draw.batch_index, left)
 
+    def _end_of_groups(self, draw: Draw) -> Batch | Ended | None:
+        """What is ready of a partition where no more groups will be is the tail."""
+        groups = self._groups
+        assert groups is not None
+        if not self.partition.is_final or any(self._fetch.task not in each.drawn_by and each.state != READY
+                                              for each in groups.unfinished.values()):  # fmt: skip
+            return None
+        shares = draw.tail_shares(self._task.tail_policy(self._dp_size))
+        left = draw.ready.count - sum(len(share.consumed) for share in shares)
+        if not (shares and left):
+            self.consumer.end(self._fetch.where, "sealed", left)
+        return self._hand_out(draw, shares) if shares else Ended(self._fetch.id, "sealed", left)
+
     def _is_complete(self, now: float, waited: bool) -> bool:
         if self.partition.sealed:
-            return True
+            return self.partition.is_final
         if not self._fetch.finite or not self.partition.num_live or self.partition.num_reserved:
             return False
         if self.partition.all_inserted():
@@ -446,4 +480,5 @@ def describe(
         request_id, partition.name, pack_indexes(indexes), {n: schema.spec(n, rows) for n in fields if schema.knows(n)},
         status.tobytes(), partition.tags.of(indexes, rows), token, batch_index,
         None if padding is None else padding.tobytes(), keys or [],
+        heads=None if partition.groups is None else pack_indexes(partition.groups.heads_of(rows)),
     )  # fmt: skip

@@ -10,11 +10,14 @@ import numpy as np
 
 from transfer_queue import protocol as p
 from transfer_queue.calls import Call, Effect, Holding, Steps, Until, Wait
+from transfer_queue.control import group_work
+from transfer_queue.control.groups import check_tags, check_terms
 from transfer_queue.control.partition import Partition
+from transfer_queue.control.rows import Rows, RowState
 from transfer_queue.control.serving import describe
 from transfer_queue.control.state import SAVING, WRITERS, PlaneState
 from transfer_queue.diagnosis import keepers
-from transfer_queue.errors import CheckpointError, InvalidRequestError, StorageFullError
+from transfer_queue.errors import CheckpointError, GroupStateError, InvalidRequestError, StorageFullError
 
 Writer = p.Reserve | p.Insert | p.ResolveKeys
 Rewrite = p.CheckFields | p.ResolveKeys
@@ -181,14 +184,30 @@ def check(state: PlaneState, request: Writer) -> None:
             f"Storage capacity exceeded: {count} samples were put at once, the queue holds {capacity} at most "
             f"(total_storage_size). Put fewer at a time, or raise it."
         )
+    if isinstance(request, p.ResolveKeys) and request.groups is not None:
+        check_terms(request.groups)
+        state.leases.check_budgets(request.groups.tasks)
+        if len(set(request.keys)) < len(request.keys):
+            raise GroupStateError("two of these groups have the same key. Give each its own, or no keys.")
     partition = state.partitions.get(request.partition)
     if partition is None:
         return
-    if count:
+    if count and not (isinstance(request, p.Reserve) and request.members is not None):
         partition.check_open(count)
+    if isinstance(request, p.ResolveKeys) and request.groups is not None:
+        _check_new(partition, request.keys)
     if not isinstance(request, p.Insert):
         num_rows = len(request.keys) if isinstance(request, p.ResolveKeys) else request.count
         partition.schema.check(request.fields, request.partition, num_rows)
+
+
+def _check_new(partition: Partition, keys: Sequence[str]) -> None:
+    known = [key for key, index in zip(keys, partition.keys.indexes_of(keys), strict=True) if index is not None]
+    if known:
+        raise GroupStateError(
+            f"{len(known)} of {len(keys)} keys exist in partition {partition.name!r} already, first {known[0]!r}; no "
+            f"group was added. Give new keys, or none."
+        )
 
 
 def _admit(state: PlaneState, call: Call, request: Writer, count: int) -> p.Reply | None:
@@ -198,8 +217,11 @@ def _admit(state: PlaneState, call: Call, request: Writer, count: int) -> p.Repl
         return None
     if isinstance(request, p.ResolveKeys):
         return _bind_keys(state, call, request)
+    members = request.members if isinstance(request, p.Reserve) else None
     partition = state.get_or_create(request.partition)
-    rows = partition.reserve(request.count)
+    if members is not None:
+        group_work.check_members(state, call, partition, members, request.count)
+    rows = partition.reserve(request.count, for_group=members is not None)
     indexes = partition.table.column("index")[rows]
     if isinstance(request, p.Reserve):
         state.calls.hold(call, Reservation(state, partition, indexes))
@@ -382,9 +404,9 @@ def publish(state: PlaneState, call: Call, request: p.Publish) -> p.Reply:
         if spec.units is not None:
             state.units.check(spec)
     indexes = p.unpack_indexes(request.indexes)
-    rows = partition.publish(indexes, request.fields, request.tags, state.calls.now)
+    check_tags(request.tags.values())
+    rows = _published(state, call, request, partition, indexes)
     state.producers.published(call, request.fields)
-    state.changed(partition)
     first: Call | None = call
     if not call.is_registered or request.completes != call.number:
         first = state.calls.find(call.client, request.completes)
@@ -395,14 +417,39 @@ def publish(state: PlaneState, call: Call, request: p.Publish) -> p.Reply:
     return p.Published(request.id)
 
 
+def _published(state: PlaneState, call: Call, request: p.Publish, partition: Partition, indexes: p.Indexes) -> Rows:
+    """Make the fields visible, and new samples what they are besides. Returns the rows."""
+    role, now = request.role, state.calls.now
+    if role is None:
+        rows = partition.publish(indexes, request.fields, request.tags, now)
+        state.changed(partition)
+        if request.tags and partition.groups is not None:
+            group_work.retagged(state, partition, request.tags)
+    elif isinstance(role, p.Terms):
+        group_work.groups_of(state, partition)
+        rows = partition.publish(indexes, request.fields, request.tags, now, RowState.HEAD)
+        group_work.added(state, partition, rows, role)
+    else:
+        group_work.check_members(state, call, partition, role, len(indexes))
+        rows = partition.publish(indexes, request.fields, request.tags, now)
+        group_work.joined(state, call, partition, role, indexes)
+    return rows
+
+
 def _complete(state: PlaneState, call: Call, request: p.Publish, first: Call, partition: Partition) -> bool:
     """End what the first call holds. Returns whether the publish now holds something that keeps its answer."""
     keeps = False
+    indexes = p.unpack_indexes(request.indexes)
     for own in list(first.holdings):
         if isinstance(own, Reservation):
             own.complete(request.indexes)
-            if request.uncommitted and not own.keyed:
-                state.calls.hold(call, NewSamples(state, partition, p.unpack_indexes(request.indexes)))
+            if request.role is not None:
+                holding = group_work.holding_of(state, partition, request.role, indexes)
+                keeps = holding is not None
+                if holding is not None:
+                    state.calls.hold(call, holding)
+            elif request.uncommitted and not own.keyed:
+                state.calls.hold(call, NewSamples(state, partition, indexes))
                 keeps = True
         elif isinstance(own, Permit) and request.uncommitted:
             state.calls.hold(call, Committing(own))

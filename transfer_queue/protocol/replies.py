@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from transfer_queue.protocol.requests import FieldSpec, Tags
+from transfer_queue.protocol.base import FieldSpec, Tags
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -49,6 +49,7 @@ class Published(Reply, frozen=True):
 class Batch(Reply, frozen=True):
     """Samples and what is known of them. ``padding`` marks rows that repeat others to fill a round (uint8).
 
+    ``heads``: by row the index of its group's head, -1 for a sample without a group; None: the partition has no groups.
     ``more``: this is a page of a Describe, and not the last one. ``partial``, of samples that were named by their keys:
     fields that some of them have and others lack; ``fresh``: all of them were made for this call.
     """
@@ -65,11 +66,34 @@ class Batch(Reply, frozen=True):
     more: bool = False
     partial: list[str] = []
     fresh: bool = False
+    heads: bytes | None = None
 
     @property
     def lies_in_front(self) -> bool:
         """Whether all values lie in unit 0, which shares the controller's process."""
         return all(spec.units is None for spec in self.fields.values())
+
+
+class GrantedLease(msgspec.Struct, frozen=True, array_like=True):
+    """A lease of a group, or of some of its parts. ``members``: by part, the packed indexes of rows that are there.
+
+    ``attempt`` counts from 1.
+    """
+
+    token: int
+    partition: str
+    head: int
+    key: str
+    attempt: int
+    version: int | None
+    parts: list[int]
+    members: dict[int, bytes] = {}
+
+
+class Leased(Reply, frozen=True):
+    """One lease at least."""
+
+    leases: list[GrantedLease]
 
 
 class NotReady(Reply, frozen=True):
@@ -189,5 +213,5 @@ class Frozen(Reply, frozen=True):
 
 AnyReply = (
     Done | Failed | Welcome | Reserved | Published | Batch | NotReady | Ended | Status | Cleared | Names | KeyList
-    | ChangedKeys | Units | Frozen
+    | ChangedKeys | Units | Frozen | Leased
 )  # fmt: skip

@@ -377,7 +377,10 @@ def _publication(put: p.Put, indexes: bytes) -> p.Publish:
         raise InvalidRequestError(f"a put of {len(own)} rows has tags for rows {sorted(put.tags)}.")
     tags = {int(own[row]): tags for row, tags in put.tags.items()} if put.tags else {}
     by_key = isinstance(put.begin, p.ResolveKeys)
-    return p.Publish(put.id, put.begin.partition, indexes, put.begin.fields, tags, by_key, put.id, uncommitted=True)
+    return p.Publish(
+        put.id, put.begin.partition, indexes, put.begin.fields, tags, by_key, put.id, uncommitted=True,
+        role=p.role_of(put.begin),
+    )  # fmt: skip
 
 
 def _told_by(header: bytes) -> tuple[list[int], list[int]]:
