@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps 
         KeyChanges as KeyChanges,
         TransferQueueClient as TransferQueueClient,
     )
+    from transfer_queue.client.lease import Lease as Lease
     from transfer_queue.control.tag_filter import parse_filter as parse_filter
     from transfer_queue.dataloader import (
         StreamingDataLoader as StreamingDataLoader,
@@ -108,7 +109,7 @@ _MODULES = {
     "transfer_queue.launch.serve": ("serve",),
     "transfer_queue.metadata": ("BatchMeta", "KVBatchMeta"),
     "transfer_queue.client": ("AsyncTransferQueueClient", "KeyChanges", "TransferQueueClient"),
-    "transfer_queue.client.groups": ("Lease",),
+    "transfer_queue.client.lease": ("Lease",),
     "transfer_queue.control.tag_filter": ("parse_filter",),
     "transfer_queue.diagnosis": ("Finding", "diagnose"),
     "transfer_queue.errors": (

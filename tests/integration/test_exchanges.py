@@ -46,7 +46,7 @@ def rows(count: int, numbers: int, name: str = "x") -> TensorDict:
 
 def write(together: bool, numbers: int, begin: str = "Reserve") -> list[list[str]]:
     """What a put of one row asks for."""
-    lease = [["Lease"]] if numbers > SIZES["inline"] else []
+    lease = [["LeaseMemory"]] if numbers > SIZES["inline"] else []
     if together:
         return [*lease, ["Put"]]
     commit = [["Commit"]] if begin == "CheckFields" else []  # values of new samples need none
@@ -79,7 +79,7 @@ def test_puts_of_varying_rows_and_tokens_cost_what_those_of_one_size_cost(client
         )
         client.put(TensorDict({"x": column}, batch_size=[count]), partition_id=name)
 
-    lease = [] if tokens == 10 else ["Lease"]
+    lease = [] if tokens == 10 else ["LeaseMemory"]
     steps = [*lease, "Put"] if together else ["Reserve", *lease, "Write", "Publish"]
     for count in (1, 8, 3, 16, 5, 2):
         asked = [sorted(set(kinds)) for kinds in costs(client, lambda n=count: put(n))]

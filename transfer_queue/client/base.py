@@ -235,6 +235,8 @@ def to_meta(batch: Batch) -> BatchMeta:
         token=batch.token,
         batch_index=batch.batch_index,
     )
+    if batch.heads is not None and count:
+        meta.heads, meta.group_versions = unpack_indexes(batch.heads).tolist(), batch.versions
     if count:  # set directly, because these entries are new and already normalized
         meta.field_schema = {name: _to_entry(spec, count) for name, spec in batch.fields.items()}
     return meta

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transfer_queue.control.consumer import Consumer, FieldNames
-from transfer_queue.control.groups import Group
+from transfer_queue.control.group_record import Group
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet, ReadyView
 from transfer_queue.control.ready_groups import TaskGroups

@@ -10,7 +10,8 @@ import numpy as np
 from transfer_queue import protocol as p
 from transfer_queue.calls import Call, Holding
 from transfer_queue.control.gate import parse_gate
-from transfer_queue.control.groups import CLOSED, DRAWN, EXPIRED, READY, REJECTED, STALE, TRAINED, Group, Groups
+from transfer_queue.control.group_record import CLOSED, DRAWN, EXPIRED, READY, REJECTED, STALE, TRAINED, Group
+from transfer_queue.control.groups import Groups
 from transfer_queue.control.leases import LEASES, STARVED_AFTER, HeldLease
 from transfer_queue.control.ledger import Entry
 from transfer_queue.control.partition import Partition

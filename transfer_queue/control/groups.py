@@ -9,33 +9,33 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 from weakref import WeakSet
 
 import numpy as np
 
 from transfer_queue.control.consumer import Consumer
+from transfer_queue.control.group_record import (
+    CLOSED,
+    DRAWABLE,
+    DRAWN,
+    FAILED,
+    LEFT,
+    READY,
+    RESERVED,
+    RUNNING,
+    TRAINED,
+    UNDER_WORK,
+    WAITING,
+    Group,
+    check_tags,
+)
 from transfer_queue.control.keys_and_tags import KeyMap, TagStore, unpacked_tags
 from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.rows import Rows, RowState, RowTable, one_of
 from transfer_queue.errors import GroupStateError, InvalidRequestError, LeaseLostError
-from transfer_queue.protocol import Indexes, Members, Tags, Terms
+from transfer_queue.protocol import Indexes, Members, Tags, Terms, pack_indexes
 
-WAITING: Final = "waiting"
-RUNNING: Final = "running"
-CLOSED: Final = "closed"
-READY: Final = "ready"
-DRAWN: Final = "drawn"
-TRAINED: Final = "trained"
-FAILED: Final = "failed"
-EXPIRED: Final = "expired"
-REJECTED: Final = "rejected"
-STALE: Final = "stale"
-LEFT: Final = (FAILED, EXPIRED, REJECTED, STALE)
-_UNDER_WORK: Final = (WAITING, RUNNING)
-_DRAWABLE: Final = (CLOSED, READY)
-RESERVED: Final = "group."
-"""How the names of the tags begin that only the queue sets."""
 _TERMS, _HEAD, _PART = "group:terms", "group:head", "group:part"
 """Columns. By head's row: 1 + the number of its terms, negative from its first lease on. By member's row: 1 + the index
 of its head; 1 + its part, negative once that is closed."""
@@ -43,58 +43,6 @@ COLUMNS: Final = ((_TERMS, "<i4"), (_HEAD, "<i8"), (_PART, "<i4"))
 _MOST_REASONS = 8
 _REASON_LENGTH = 200
 _IS_HEAD = one_of(RowState.HEAD)
-_NOBODY: frozenset[str] = frozenset()
-
-
-class Group:
-    """A group that work has begun on. ``seq``: its place in the order of first leases.
-
-    ``tokens``: by part, of the lease that has it, or had it last. ``members``: by part, the indexes of its rows.
-    ``drawn_by``, ``trained_by``, ``acked_by``: tasks. ``passed``: no gate is against it.
-    """
-
-    __slots__ = ("acked_by", "attempts", "closed", "drawn_by", "index", "is_charged", "members", "num_members",
-                 "passed", "reasons", "seq", "state", "terms", "tokens", "trained_by", "version",
-                 "worker_attempts")  # fmt: skip
-
-    def __init__(self, index: int, terms: Terms, seq: int, version: int | None) -> None:
-        self.index, self.terms, self.seq, self.version = index, terms, seq, version
-        self.state = WAITING
-        self.attempts = self.worker_attempts = self.num_members = 0
-        self.closed: set[int] = set()
-        self.tokens: dict[int, int] = {}
-        self.members: dict[int, list[int]] = {}
-        self.reasons: list[str] = []
-        self.is_charged = self.passed = False
-        self.drawn_by = self.trained_by = self.acked_by = _NOBODY
-
-    @property
-    def is_under_work(self) -> bool:
-        """Whether members may still come."""
-        return self.state in _UNDER_WORK
-
-    @property
-    def attempt(self) -> int:
-        return 1 + self.attempts + self.worker_attempts
-
-    def all_members(self) -> list[int]:
-        """Ascending within each part."""
-        return [index for part in sorted(self.members) for index in self.members[part]]
-
-    def open_parts(self) -> list[int]:
-        return [part for part in range(self.terms.parts) if part not in self.closed]
-
-    def tags(self) -> Tags:
-        """What filters, watches and checkpoints see."""
-        tags: Tags = {
-            "group.state": self.state, "group.attempt": self.attempt, "group.closed": len(self.closed),
-            "group.record": [self.seq, self.attempts, self.worker_attempts, int(self.passed), *sorted(self.closed)],
-        }  # fmt: skip
-        if self.version is not None:
-            tags["group.version"] = self.version
-        if self.reasons:
-            tags["group.reason"] = self.reasons
-        return tags
 
 
 class Samples(Protocol):
@@ -112,7 +60,7 @@ class Samples(Protocol):
     def clear(self, indexes: Indexes) -> Indexes: ...
 
 
-class Follower(Protocol):
+class GroupFollower(Protocol):
     """What a task may draw."""
 
     def group_changed(self, group: Group) -> None: ...
@@ -158,7 +106,7 @@ class Groups:
         """Closed groups that no gate has judged."""
         self.emptied: dict[int, Group] = {}
         """Groups all of whose rows were deleted by others."""
-        self.followers: WeakSet[Follower] = WeakSet()
+        self.followers: WeakSet[GroupFollower] = WeakSet()
         self._dirty: dict[int, Group] = {}
         for name, dtype in COLUMNS:
             self._table.ensure_column(name, np.dtype(dtype))
@@ -184,6 +132,14 @@ class Groups:
         """[len(rows)] By member's row the index of its head, -1 for other rows."""
         heads: Indexes = self._table.column(_HEAD)[rows] - 1
         return heads
+
+    def described(self, rows: Rows) -> tuple[bytes | None, dict[int, int]]:
+        """(packed heads by row, version by head), for a reply; (None, {}) if none of the rows has a group."""
+        heads = self.heads_of(rows)
+        if not (heads >= 0).any():
+            return None, {}
+        own = {head: self.live[head].version for head in dict.fromkeys(heads.tolist()) if head in self.live}
+        return pack_indexes(heads), {head: version for head, version in own.items() if version is not None}
 
     def tags_of_members(self, group: Group) -> list[Tags]:
         indexes = np.array(group.all_members(), dtype=np.int64)
@@ -256,8 +212,8 @@ class Groups:
     def _enter(self, group: Group) -> None:
         self.live[group.index] = self.unfinished[group.index] = group
         self.counts[group.state] += 1
-        self.num_under_work += group.state in _UNDER_WORK
-        if group.state in _UNDER_WORK:
+        self.num_under_work += group.state in UNDER_WORK
+        if group.state in UNDER_WORK:
             self.with_free_parts[group.index] = group
         elif group.state == CLOSED and not group.passed:
             self.unjudged[group.index] = group
@@ -280,7 +236,7 @@ class Groups:
 
     def note_free_parts(self, group: Group, has_free: bool) -> None:
         """Whether it has an open part that no lease has."""
-        if has_free and group.state in _UNDER_WORK:
+        if has_free and group.state in UNDER_WORK:
             self.with_free_parts[group.index] = group
         else:
             self.with_free_parts.pop(group.index, None)
@@ -296,7 +252,7 @@ class Groups:
             InvalidRequestError: the rows can't be dealt to the parts.
         """
         group = self.live.get(members.head)
-        if group is None or group.state not in _UNDER_WORK:
+        if group is None or group.state not in UNDER_WORK:
             state = self._state_of(members.head) or "gone"
             raise LeaseLostError(f"the lease has ended, and nothing was written: its group is {state}.")
         for part in members.parts:
@@ -318,13 +274,16 @@ class Groups:
         tags = self.partition.tags.get(index) or {}
         return str(tags.get("group.state", ""))
 
+    def mark(self, members: Members, indexes: Indexes) -> None:
+        """New rows are about to be published as members."""
+        rows = self.partition.rows_of(indexes)
+        self._table.column(_HEAD)[rows] = 1 + members.head
+        self._table.column(_PART)[rows] = 1 + np.repeat(np.array(members.parts), len(rows) // len(members.parts))
+
     def join(self, group: Group, members: Members, indexes: list[int]) -> None:
         """New rows, which were just published, belong to these parts."""
         if indexes:
-            rows = self.partition.rows_of(np.array(indexes, dtype=np.int64))
             size = len(indexes) // len(members.parts)
-            self._table.column(_HEAD)[rows] = 1 + group.index
-            self._table.column(_PART)[rows] = 1 + np.repeat(np.array(members.parts), size)
             for at, part in enumerate(members.parts):
                 group.members.setdefault(part, []).extend(indexes[at * size : (at + 1) * size])
             group.num_members += len(indexes)
@@ -366,7 +325,7 @@ class Groups:
 
     def rest(self, group: Group, has_holder: bool) -> None:
         """Whether a lease has a part of it now."""
-        if group.state in _UNDER_WORK:
+        if group.state in UNDER_WORK:
             self._set(group, RUNNING if has_holder else WAITING)
 
     def late(self, group: Group) -> Indexes | None:
@@ -409,7 +368,7 @@ class Groups:
 
     def drawable(self, group: Group, can: bool) -> None:
         """All its rows have the fields of a task that draws groups, or not any more."""
-        if group.state in _DRAWABLE:
+        if group.state in DRAWABLE:
             self._set(group, READY if can else CLOSED, notify=False)
 
     def drawn(self, group: Group, task: str) -> None:
@@ -417,7 +376,7 @@ class Groups:
         group.drawn_by |= {task}
         if group.drawn_by.issuperset(group.terms.tasks):
             self.unfinished.pop(group.index, None)
-        if group.state in _DRAWABLE:
+        if group.state in DRAWABLE:
             self._set(group, DRAWN)
 
     def undrawn(self, group: Group, task: str) -> None:
@@ -458,7 +417,7 @@ class Groups:
         """Its rows are about to be deleted."""
         self.live.pop(group.index, None)
         self.counts[group.state] -= 1
-        self.num_under_work -= group.state in _UNDER_WORK
+        self.num_under_work -= group.state in UNDER_WORK
         self.unfinished.pop(group.index, None)
         self.with_free_parts.pop(group.index, None)
         for table in (self._dirty, self.unjudged, self.emptied):
@@ -473,8 +432,8 @@ class Groups:
             return
         self.counts[before] -= 1
         self.counts[state] += 1
-        self.num_under_work += (state in _UNDER_WORK) - (before in _UNDER_WORK)
-        if state not in _UNDER_WORK:
+        self.num_under_work += (state in UNDER_WORK) - (before in UNDER_WORK)
+        if state not in UNDER_WORK:
             self.with_free_parts.pop(group.index, None)
         if state in LEFT:
             self.unfinished.pop(group.index, None)
@@ -523,7 +482,7 @@ class Groups:
                 touched[head] = group
         for group in touched.values():
             self._changed(group)
-            if not group.num_members and group.state not in _UNDER_WORK:
+            if not group.num_members and group.state not in UNDER_WORK:
                 self.emptied[group.index] = group
 
     def rebuild(self) -> None:
@@ -615,27 +574,7 @@ class Groups:
             assert (group.index in self.unfinished) == (not drawn), group.state
             if not self._dirty:
                 assert self.partition.tags[group.index]["group.state"] == group.state, "tags say the state"
-        assert self.num_under_work == sum(group.state in _UNDER_WORK for group in self.live.values())
+        assert self.num_under_work == sum(group.state in UNDER_WORK for group in self.live.values())
         seqs = [group.seq for group in self.unfinished.values()]
         assert seqs == sorted(seqs), "unfinished groups are in the order of their first leases"
         assert set(self.with_free_parts) <= set(self.live), "only live groups have free parts"
-
-
-def check_terms(terms: Terms) -> None:
-    """Raises InvalidRequestError for terms that contradict themselves."""
-    if terms.min_parts is not None and terms.min_parts > terms.parts:
-        raise InvalidRequestError(f"min_parts must be at most parts ({terms.parts}), got {terms.min_parts}.")
-    if terms.min_parts is not None and terms.deadline_s is None:
-        raise InvalidRequestError(
-            f"min_parts={terms.min_parts} says what is enough at the deadline: give deadline_s, too."
-        )
-
-
-def check_tags(tags: Iterable[Any]) -> None:
-    """Raises InvalidRequestError for reserved tags from a client."""
-    for own in tags:
-        for name in own:
-            if name.startswith(RESERVED):
-                raise InvalidRequestError(
-                    f"tag {name!r} can't be set: names that begin with {RESERVED!r} belong to the queue. Rename it."
-                )

@@ -11,7 +11,8 @@ from functools import partial
 from typing import Final
 
 from transfer_queue.calls import Call, Calls, Holding, Until, Wait
-from transfer_queue.control.groups import Group, Groups
+from transfer_queue.control.group_record import Group
+from transfer_queue.control.groups import Groups
 from transfer_queue.errors import GroupStateError
 from transfer_queue.protocol import Done, RenewLeases, Reply, Terms
 from transfer_queue.sampler.base import BaseSampler
@@ -21,36 +22,32 @@ LEASES = "leases"
 """A wait queue for each (partitions, filter, by part): what is first there gets the next group."""
 _RENEWALS = "renewals"
 _MOST_SEEN = 32
-_MOST_ENDED = 1024
+_MOST_ENDED = _MOST_LOST = 1024
 STARVED_AFTER: Final = 10
 """A task's fetches fail after so many steps of groups were rejected in a row."""
 
 
 class HeldLease:
-    """``parts``: those that it has not closed. ``serial``: of the partition."""
+    """``parts``: those that it has not closed. ``renewed``: when its worker last said that work goes on."""
 
-    __slots__ = ("client", "group", "groups", "lease_s", "parts", "token")
+    __slots__ = ("client", "group", "groups", "lease_s", "parts", "renewed", "token")
 
     def __init__(self, token: int, client: str, groups: Groups, group: Group, parts: list[int], lease_s: float) -> None:
         self.token, self.client, self.groups, self.group = token, client, groups, group
-        self.parts, self.lease_s = parts, lease_s
+        self.parts, self.lease_s, self.renewed = parts, lease_s, 0.0
 
 
 class Worker(Holding):
-    """A session that has leases, until it ends. ``renewed``: when it last said that it lives.
-
-    ``lost``: leases that it may believe in; ``told``: the tokens of them that its last answer named.
-    """
+    """A session that has leases, until it ends. ``lost``: leases that it may still put rows of."""
 
     until = Until.SESSION
-    __slots__ = ("_leases", "client", "leases", "lost", "renewed", "told", "wakes_at")
+    __slots__ = ("_leases", "client", "leases", "lost", "wakes_at")
 
     def __init__(self, leases: Leases, client: str) -> None:
         self._leases, self.client = leases, client
         self.leases: dict[int, HeldLease] = {}
         self.lost: dict[int, HeldLease] = {}
-        self.told: list[int] = []
-        self.renewed = self.wakes_at = 0.0
+        self.wakes_at = 0.0
 
     def end(self, died: bool) -> bool:
         self._leases.worker_gone(self, died)
@@ -229,18 +226,17 @@ class Leases:
             self._hold(call, lease)
 
     def _hold(self, call: Call, lease: HeldLease) -> None:
-        self._by_token[lease.token] = lease
+        self._by_token[lease.token], lease.renewed = lease, self.calls.now
         worker = self.worker(call)
         worker.leases[lease.token] = lease
         self._watch(worker, self.calls.now + lease.lease_s)
 
     def worker(self, call: Call) -> Worker:
-        """The call's session, which lives."""
+        """The call's session."""
         worker = self._workers.get(call.client)
         if worker is None:
             worker = self._workers[call.client] = Worker(self, call.client)
             self.calls.hold(call, worker)
-        worker.renewed = self.calls.now
         return worker
 
     def _watch(self, worker: Worker, at: float) -> None:
@@ -254,11 +250,11 @@ class Leases:
         if worker.wakes_at > now:
             return
         for lease in list(worker.leases.values()):
-            if worker.renewed + lease.lease_s <= now:
+            if lease.renewed + lease.lease_s <= now:
                 text = f"worker {worker.client!r} did not renew its lease for {lease.lease_s:.4g} s"
                 self.lose(lease, text, "worker")
         if worker.leases:
-            self._watch(worker, min(worker.renewed + lease.lease_s for lease in worker.leases.values()))
+            self._watch(worker, min(lease.renewed + lease.lease_s for lease in worker.leases.values()))
 
     def end(self, lease: HeldLease) -> bool:
         """It is over. Returns whether it was not before."""
@@ -274,6 +270,8 @@ class Leases:
         worker = self._workers.get(lease.client)
         if self.end(lease) and worker is not None:
             worker.lost[lease.token] = lease
+            if len(worker.lost) > _MOST_LOST:
+                del worker.lost[next(iter(worker.lost))]
             self.calls.waits.wake((_RENEWALS, lease.client))
 
     def lose(self, lease: HeldLease, reason: str, blame: str | None) -> None:
@@ -299,22 +297,18 @@ class Leases:
         return [part for part in group.open_parts() if self._by_token.get(group.tokens.get(part, 0)) is None]
 
     def renew(self, call: Call, request: RenewLeases) -> Reply | Wait:
-        """All leases of the session live. It waits for one that is lost."""
-        worker = self.worker(call)
-        for token in worker.told:
-            worker.lost.pop(token, None)
-        worker.told = []
+        """Work on these leases goes on. It waits for one that is lost."""
+        for token in request.tokens:
+            lease = self._by_token.get(token)
+            if lease is not None and lease.client == call.client:
+                lease.renewed = self.calls.now
 
-        def answer(wait: Wait, has_turn: bool) -> Reply | None:
-            return told() if worker.lost or wait.late else None
+        def answer(wait: Wait | None, has_turn: bool) -> Reply | None:
+            own = self._workers.get(call.client)
+            lost = [token for token in request.tokens if own is None or token not in own.leases]
+            return Done(request.id, lost) if lost or (wait is not None and wait.late) else None
 
-        def told() -> Reply:
-            worker.told = list(worker.lost)
-            return Done(request.id, worker.told)
-
-        if worker.lost:
-            return told()
-        return Wait((_RENEWALS, call.client), self.calls.now + request.wait_s, answer)
+        return answer(None, True) or Wait((_RENEWALS, call.client), self.calls.now + request.wait_s, answer)
 
     # ---- ends of partitions ----
 

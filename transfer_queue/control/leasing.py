@@ -13,10 +13,12 @@ from transfer_queue import protocol as p
 from transfer_queue.calls import MORE, PIECE, Call, Holding, More, Steps, Wait
 from transfer_queue.control import group_work
 from transfer_queue.control.filtered import FilteredSet
-from transfer_queue.control.groups import REJECTED, Group, Groups
+from transfer_queue.control.group_record import REJECTED, Group
+from transfer_queue.control.groups import Groups
 from transfer_queue.control.leases import LEASES, HeldLease, is_pattern, queue_of
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet
+from transfer_queue.control.serving import describe
 from transfer_queue.control.state import PlaneState
 from transfer_queue.control.tag_filter import parse_filter
 from transfer_queue.errors import BatchTimeoutError, GroupStateError
@@ -90,7 +92,18 @@ class _Grants:
         if not self._leases:
             return None
         self._state.calls.hold(self._call, Unconfirmed(self._state, self._leases))
-        return p.Leased(self._request.id, [self._described(each) for each in self._leases])
+        return p.LeasedGroups(self._request.id, [self._described(each) for each in self._leases], self._heads())
+
+    def _heads(self) -> list[p.Batch]:
+        by_partition: dict[str, list[int]] = {}
+        for made in self._leases:
+            by_partition.setdefault(made.groups.partition.name, []).append(made.group.index)
+        found = []
+        for name, heads in by_partition.items():
+            partition, indexes = self._state.get(name), np.array(heads, dtype=np.int64)
+            rows = partition.rows_of(indexes)
+            found.append(describe(self._request.id, partition, indexes, partition.schema.fields_of(rows), rows))
+        return found
 
     @property
     def _num_missing(self) -> int:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from transfer_queue.control.groups import CLOSED, DRAWN, READY, TRAINED, Group, Groups
+from transfer_queue.control.group_record import CLOSED, DRAWN, READY, TRAINED, Group
+from transfer_queue.control.groups import Groups
 from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.rows import Rows
 from transfer_queue.protocol import Tags

@@ -14,7 +14,8 @@ from transfer_queue.calls import MORE, Holding, More, Turn, Until
 from transfer_queue.control.consumer import UNLEDGERED, Consumer, StreamEnd
 from transfer_queue.control.draw import Draw, Share, Task, foreign
 from transfer_queue.control.filtered import FilteredSet
-from transfer_queue.control.groups import READY, Groups
+from transfer_queue.control.group_record import READY
+from transfer_queue.control.groups import Groups
 from transfer_queue.control.ledger import BatchKey, Entry
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet
@@ -476,9 +477,10 @@ def describe(
     """Describe these samples, which have these rows. Fields that the partition doesn't know are left out."""
     schema = partition.schema
     status = schema.complete(rows, fields)
+    heads, versions = (None, {}) if partition.groups is None else partition.groups.described(rows)
     return Batch(
         request_id, partition.name, pack_indexes(indexes), {n: schema.spec(n, rows) for n in fields if schema.knows(n)},
         status.tobytes(), partition.tags.of(indexes, rows), token, batch_index,
         None if padding is None else padding.tobytes(), keys or [],
-        heads=None if partition.groups is None else pack_indexes(partition.groups.heads_of(rows)),
+        heads=heads, versions=versions,
     )  # fmt: skip

@@ -11,7 +11,7 @@ import numpy as np
 from transfer_queue import protocol as p
 from transfer_queue.calls import Call, Effect, Holding, Steps, Until, Wait
 from transfer_queue.control import group_work
-from transfer_queue.control.groups import check_tags, check_terms
+from transfer_queue.control.group_record import check_tags, check_terms
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import Rows, RowState
 from transfer_queue.control.serving import describe
@@ -431,6 +431,7 @@ def _published(state: PlaneState, call: Call, request: p.Publish, partition: Par
         group_work.added(state, partition, rows, role)
     else:
         group_work.check_members(state, call, partition, role, len(indexes))
+        group_work.groups_of(state, partition).mark(role, indexes)
         rows = partition.publish(indexes, request.fields, request.tags, now)
         group_work.joined(state, call, partition, role, indexes)
     return rows

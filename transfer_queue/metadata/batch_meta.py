@@ -63,6 +63,8 @@ class BatchMeta(Annotations):
         "_custom_backend_meta",
         "_token",
         "field_schema",
+        "group_versions",
+        "heads",
         "partition_ids",
         "production_status",
         "unread",
@@ -74,6 +76,8 @@ class BatchMeta(Annotations):
     field_schema: Schema
     _token: str | None
     _batch_index: int | None
+    heads: list[int] | None  # by row, its group's own row; -1: no group; None: no row has a group
+    group_versions: dict[int, int]  # by head, the policy version of its first lease
     unread: tuple[UnreadBatch, ...]  # the batches of these rows that the queue keeps until they are read
 
     def __init__(
@@ -118,6 +122,7 @@ class BatchMeta(Annotations):
         self.extra_info = dict(extra_info or {})
         self._token = token
         self._batch_index = batch_index
+        self.heads, self.group_versions = None, {}
         self.unread = ()
         self.mark_custom_meta_clean()
 
@@ -152,6 +157,19 @@ class BatchMeta(Annotations):
     def padding_mask(self) -> list[bool]:
         """True for rows that only repeat a sample to fill the batch: mask them in a loss."""
         return [False] * len(self.custom_meta) if self._padding is None else list(self._padding)
+
+    @property
+    def group_index(self) -> list[int]:
+        """By row, the number of its group in this batch, counted in order of first appearance. For ``get_heads``.
+
+        Raises:
+            InvalidRequestError: a row belongs to no group.
+        """
+        heads = self.heads or [-1] * self.size
+        if -1 in heads:
+            raise InvalidRequestError("some samples of this batch belong to no group: they were put without a lease.")
+        numbers = {head: number for number, head in enumerate(dict.fromkeys(heads))}
+        return [numbers[head] for head in heads]
 
     @property
     def token(self) -> str | None:
@@ -274,6 +292,8 @@ class BatchMeta(Annotations):
         part.extra_info = dict(self.extra_info)
         part._token = self._token
         part._batch_index = self._batch_index
+        part.heads = None if self.heads is None else pick(self.heads, positions)
+        part.group_versions = self.group_versions
         part.unread = self.unread
         if part._padding is not None and not any(part._padding):
             part._padding = None
@@ -290,6 +310,10 @@ class BatchMeta(Annotations):
         whole._padding = None
         if any(part._padding is not None for part in parts):
             whole._padding = [filler for part in parts for filler in part.padding_mask]
+        whole.heads, whole.group_versions = None, {}
+        if any(part.heads is not None for part in parts):
+            whole.heads = [head for part in parts for head in part.heads or [-1] * part.size]
+            whole.group_versions = {head: version for part in parts for head, version in part.group_versions.items()}
         whole._tags_as_made = None
         if any(part._tags_as_made is not None for part in parts):
             whole._tags_as_made = [tags for part in parts for tags in part._made_tags()]
@@ -381,6 +405,8 @@ class BatchMeta(Annotations):
         mine.extra_info.update(theirs.extra_info)
         mine._token = _only({mine._token, theirs._token} - {None})
         mine._batch_index = _only({mine._batch_index, theirs._batch_index} - {None})
+        if mine.heads is None:
+            mine.heads, mine.group_versions = theirs.heads, theirs.group_versions
         mine.unread = tuple({*mine.unread, *theirs.unread})
         return mine
 

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from transfer_queue.errors import InvalidRequestError, ProtocolError, UnsupportedValueError
 from transfer_queue.protocol.arrays import pack_arrays, unpack_arrays
-from transfer_queue.protocol.base import MOST_ROWS, Call, UnitRuns
 from transfer_queue.protocol.replies import AnyReply
+from transfer_queue.protocol.request_parts import MOST_ROWS, Call, UnitRuns
 from transfer_queue.protocol.requests import (
     AnyRequest,
     Fetch,

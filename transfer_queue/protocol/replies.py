@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from transfer_queue.protocol.base import FieldSpec, Tags
+from transfer_queue.protocol.request_parts import FieldSpec, Tags
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -50,6 +50,7 @@ class Batch(Reply, frozen=True):
     """Samples and what is known of them. ``padding`` marks rows that repeat others to fill a round (uint8).
 
     ``heads``: by row the index of its group's head, -1 for a sample without a group; None: the partition has no groups.
+    ``versions``: by head, the policy version of its first lease.
     ``more``: this is a page of a Describe, and not the last one. ``partial``, of samples that were named by their keys:
     fields that some of them have and others lack; ``fresh``: all of them were made for this call.
     """
@@ -67,6 +68,7 @@ class Batch(Reply, frozen=True):
     partial: list[str] = []
     fresh: bool = False
     heads: bytes | None = None
+    versions: dict[int, int] = {}
 
     @property
     def lies_in_front(self) -> bool:
@@ -90,10 +92,11 @@ class GrantedLease(msgspec.Struct, frozen=True, array_like=True):
     members: dict[int, bytes] = {}
 
 
-class Leased(Reply, frozen=True):
-    """One lease at least."""
+class LeasedGroups(Reply, frozen=True):
+    """One lease at least. ``heads``: by partition, the groups' own rows, in the order of their leases."""
 
     leases: list[GrantedLease]
+    heads: list[Batch] = []
 
 
 class NotReady(Reply, frozen=True):
@@ -213,5 +216,5 @@ class Frozen(Reply, frozen=True):
 
 AnyReply = (
     Done | Failed | Welcome | Reserved | Published | Batch | NotReady | Ended | Status | Cleared | Names | KeyList
-    | ChangedKeys | Units | Frozen | Leased
+    | ChangedKeys | Units | Frozen | LeasedGroups
 )  # fmt: skip

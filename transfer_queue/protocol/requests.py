@@ -10,7 +10,18 @@ from typing import Annotated, Any
 
 import msgspec
 
-from transfer_queue.protocol.base import (
+from transfer_queue.protocol.group_requests import (
+    Advance,
+    EndLease,
+    LeaseGroups,
+    Members,
+    RejectGroups,
+    RenewLeases,
+    RetryGroups,
+    Role,
+    Terms,
+)
+from transfer_queue.protocol.request_parts import (
     Call,
     Count,
     DeclaredField,
@@ -23,17 +34,6 @@ from transfer_queue.protocol.base import (
     Seconds,
     Size,
     TagsOf,
-)
-from transfer_queue.protocol.groups import (
-    Advance,
-    EndLease,
-    LeaseGroups,
-    Members,
-    RejectGroups,
-    RenewLeases,
-    RetryGroups,
-    Role,
-    Terms,
 )
 
 

@@ -54,7 +54,7 @@ class Columns(msgspec.Struct, frozen=True, array_like=True):
     lease: Call = 0
 
 
-class Lease(Request, frozen=True):
+class LeaseMemory(Request, frozen=True):
     """Lease arena memory for a write that follows, waiting up to ``wait_s`` for room.
 
     ``indexes`` and ``fields`` name the values that the write replaces; their memory counts as free.
@@ -66,7 +66,7 @@ class Lease(Request, frozen=True):
     wait_s: Seconds = 0.0
 
 
-class Leased(Reply, frozen=True):
+class LeasedMemory(Reply, frozen=True):
     """Where to write; -1: the arena has no such range, so the values must travel as frames."""
 
     offset: int
@@ -195,9 +195,9 @@ class UnitStats(Reply, frozen=True):
 
 
 UnitRequest: TypeAlias = (
-    Lease | Write | Commit | Abort | Read | Delete | Release | EndWrite | EndSession | AskHeld | AskUnitStats
+    LeaseMemory | Write | Commit | Abort | Read | Delete | Release | EndWrite | EndSession | AskHeld | AskUnitStats
 )
-UnitAnswer: TypeAlias = Leased | Written | Rows | Deleted | Held | UnitStats | Done | Failed
+UnitAnswer: TypeAlias = LeasedMemory | Written | Rows | Deleted | Held | UnitStats | Done | Failed
 Expected = TypeVar("Expected", bound=Reply)
 
 _answers = msgspec.msgpack.Decoder(UnitAnswer)

@@ -20,8 +20,8 @@ from transfer_queue.storage.messages import (
     PAGE_NBYTES,
     ColumnHeader,
     Columns,
-    Lease,
-    Leased,
+    LeasedMemory,
+    LeaseMemory,
     Read,
     Rows,
     UnitAnswer,
@@ -134,8 +134,8 @@ class Client:
         """A put of rows of a page each that lie in leased memory; there must be room for the lease."""
         offset = 0
         if lease is None:
-            leased = self.one(Lease(self.number(), len(values) * PAGE))
-            assert isinstance(leased, Leased), leased
+            leased = self.one(LeaseMemory(self.number(), len(values) * PAGE))
+            assert isinstance(leased, LeasedMemory), leased
             lease, offset = leased.id, leased.offset
         begin = begin or p.Reserve(self.number(), "p", len(values), specs(PAGE))
         layout = dense_layout("uint8", 1, (PAGE,))

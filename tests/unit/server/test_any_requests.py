@@ -122,7 +122,7 @@ USUAL = st.one_of(
     st.builds(p.ClearSamples, NUMBERS, st.just("p"), SAMPLES),
     st.builds(p.Cancel, NUMBERS, NUMBERS),
     st.builds(p.WaitKeys, NUMBERS, st.just("p"), st.none() | FILTERS, st.integers(1, 3), SECONDS),
-    st.builds(messages.Lease, NUMBERS, st.sampled_from([1, PAGE, 3 * PAGE]), wait_s=SECONDS),
+    st.builds(messages.LeaseMemory, NUMBERS, st.sampled_from([1, PAGE, 3 * PAGE]), wait_s=SECONDS),
     st.builds(messages.Write, NUMBERS, SAMPLES, columns(), SECONDS, st.booleans()),
 )  # fmt: skip
 CLIENTS = st.sampled_from(["a", "b", "\0units"])

@@ -26,7 +26,7 @@ from tests.unit.server.front_kit import (
     specs,
 )  # fmt: skip
 from transfer_queue import protocol as p
-from transfer_queue.storage.messages import Commit, Lease, Leased, Release, Write, Written, decode_columns
+from transfer_queue.storage.messages import Commit, LeasedMemory, LeaseMemory, Release, Write, Written, decode_columns
 
 REFUSALS = {
     "ProducersGoneError",
@@ -160,8 +160,10 @@ class FrontMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.arena)
     def lease(self, number: int, pages: int, wait_s: float) -> None:
         client = self.client(number)
-        answer = self.send(client, Lease(client.number(), pages * PAGE, wait_s=wait_s))
-        if answer is not None and isinstance(answer.reply, Leased) and answer.reply.offset >= 0:  # else it is full
+        answer = self.send(client, LeaseMemory(client.number(), pages * PAGE, wait_s=wait_s))
+        if (
+            answer is not None and isinstance(answer.reply, LeasedMemory) and answer.reply.offset >= 0
+        ):  # else it is full
             self.leases.append((client.name, answer.reply.id, pages))
 
     @rule(data=st.data(), wait_s=WAIT_S)

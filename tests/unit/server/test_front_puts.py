@@ -22,7 +22,7 @@ from tests.unit.server.front_kit import (
 )  # fmt: skip
 from transfer_queue import protocol as p
 from transfer_queue.server.front import Front
-from transfer_queue.storage.messages import Commit, Lease, Leased, Release, Write, Written, decode_columns
+from transfer_queue.storage.messages import Commit, LeasedMemory, LeaseMemory, Release, Write, Written, decode_columns
 from transfer_queue.transport.base import Envelope
 
 
@@ -357,16 +357,16 @@ def test_a_lease_that_waits_is_answered_by_the_clear_that_makes_room():
     front = front_of(capacity_bytes=4 * PAGE, pages=16)
     me, other = Client(front, "me"), Client(front, "other")
     me.one(me.put_leased([0, 0, 0]))
-    assert other.send(Lease(1, 2 * PAGE, wait_s=5.0)) == []
+    assert other.send(LeaseMemory(1, 2 * PAGE, wait_s=5.0)) == []
     ((client, leased, _),) = clear(front, 0, 1)
-    assert (client, type(leased), leased.offset >= 0) == ("other", Leased, True)
+    assert (client, type(leased), leased.offset >= 0) == ("other", LeasedMemory, True)
 
 
 @pytest.mark.parametrize("leave", ["cancel", "release", "gone"])
 def test_a_lease_ends_when_it_is_cancelled_or_released_and_with_its_session(leave):
     front = front_of(pages=16)
     me = Client(front, "me")
-    me.one(Lease(me.number(), PAGE))
+    me.one(LeaseMemory(me.number(), PAGE))
     assert held(front).leased_nbytes == PAGE
     {"cancel": lambda: me.cancel(1), "release": lambda: me.tell(Release(2, [1])), "gone": me.gone}[leave]()
     assert held(front) == NOTHING

@@ -27,7 +27,7 @@ from transfer_queue import protocol as p
 from transfer_queue.calls import replied
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.server.front import Front
-from transfer_queue.storage.messages import AskUnitStats, Lease, Leased, Release, UnitStats
+from transfer_queue.storage.messages import AskUnitStats, LeasedMemory, LeaseMemory, Release, UnitStats
 from transfer_queue.storage.unit.unit import StorageUnit
 
 # ---- the beginning and the end of a session ----
@@ -47,7 +47,7 @@ def test_with_a_session_end_its_reservations_leases_and_parked_calls(leave):
     front = front_of(capacity=3, pages=16)
     me, other = Client(front, "me"), Client(front, "other")
     me.one(me.reserve(2))
-    me.one(Lease(me.number(), 4096))
+    me.one(LeaseMemory(me.number(), 4096))
     assert me.send(me.fetch(1, wait_s=9.0)) == []
     assert other.put([7, 8], wait_s=9.0) == []
     assert held(front) == Held(samples=2, records=1, waiting=2, leased_nbytes=4096)
@@ -105,7 +105,7 @@ def test_a_client_cancels_its_own_calls_alone(me, other):
 def test_a_cancel_at_a_server_of_storage_alone_is_done_and_frees_what_the_call_held():
     unit = front_of(pages=4).unit
     me = Client(Front({}, None, unit), "me")
-    me.one(Lease(me.number(), 4096))
+    me.one(LeaseMemory(me.number(), 4096))
     assert (me.one(p.Cancel(2, 1)), unit.stats().leased_nbytes) == (p.Done(2, "undone"), 0)
 
 
@@ -187,7 +187,7 @@ def test_status_names_what_clients_hold_and_what_alarms_there_are():
     front = front_of(pages=16)
     me = Client(front, "me")
     front.alarms = lambda: [{"what": "MySampler"}]
-    assert isinstance(me.one(Lease(me.number(), 4096)), Leased)
+    assert isinstance(me.one(LeaseMemory(me.number(), 4096)), LeasedMemory)
     stats = me.one(p.GetStats(me.number())).value
     assert (stats["alarms"], stats["clients"]["me"]["leases"], stats["clients"]["me"]["pins"]) == (
         [{"what": "MySampler"}], 1, 0,
@@ -341,11 +341,11 @@ def test_memory_of_an_evicted_client_is_not_used_again_before_its_process_has_en
     ended: list[Any] = []
     front.watch = lambda pid, namespace, act: ended.append((pid, namespace, act))
     me.one(p.Hello(me.number(), 77, p.PROTOCOL_VERSION, 5))
-    assert me.one(Lease(me.number(), 3 * PAGE)).offset >= 0
+    assert me.one(LeaseMemory(me.number(), 3 * PAGE)).offset >= 0
     assert other.one(p.EvictClient(other.number(), "me")).value is True
     assert front.unit.stats().leased_nbytes == 0
-    assert other.one(Lease(other.number(), 3 * PAGE)).offset == -1, "the arena has no other such range"
+    assert other.one(LeaseMemory(other.number(), 3 * PAGE)).offset == -1, "the arena has no other such range"
     ((pid, namespace, act),) = ended
     assert (pid, namespace) == (77, 5)
     act()
-    assert other.one(Lease(other.number(), 3 * PAGE)).offset >= 0
+    assert other.one(LeaseMemory(other.number(), 3 * PAGE)).offset >= 0

@@ -16,8 +16,8 @@ from transfer_queue.storage.messages import (
     Columns,
     Commit,
     Delete,
-    Lease,
-    Leased,
+    LeasedMemory,
+    LeaseMemory,
     Read,
     Release,
     Rows,
@@ -73,14 +73,14 @@ class ArenaClient:
         assert (client, answer.id) == (self.name, request.id)
         return answer
 
-    def lease(self, pages: int, indexes: Sequence[int] = (), wait_s: float = 10.0) -> Lease:
-        return Lease(self.number(), pages * PAGE, indexes_of(indexes), ["a"], wait_s)
+    def lease(self, pages: int, indexes: Sequence[int] = (), wait_s: float = 10.0) -> LeaseMemory:
+        return LeaseMemory(self.number(), pages * PAGE, indexes_of(indexes), ["a"], wait_s)
 
     def leased(self, pages: int) -> tuple[int, int]:
         """(call, offset) of a lease for which there must be room."""
         lease = self.lease(pages)
         answer = self.one(lease)
-        assert isinstance(answer, Leased), answer
+        assert isinstance(answer, LeasedMemory), answer
         return lease.id, answer.offset
 
     def view(self, offset: int, nbytes: int) -> ByteArray:

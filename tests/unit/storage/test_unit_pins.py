@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.unit.storage.arena_kit import PAGE, ArenaClient, ArenaUnit, indexes_of, of_arena
-from transfer_queue.storage.messages import EndSession, Leased, Read, Written
+from transfer_queue.storage.messages import EndSession, LeasedMemory, Read, Written
 from transfer_queue.storage.wire import WireColumn
 
 
@@ -157,7 +157,7 @@ class UnitMachine(RuleBasedStateMachine):
         client = self.client(number)
         lease = client.lease(pages)
         answer = client.one(lease)
-        assert isinstance(answer, Leased)
+        assert isinstance(answer, LeasedMemory)
         if answer.offset >= 0:
             self.filler = self.filler % 250 + 1
             client.view(answer.offset, pages * PAGE)[:] = self.filler

@@ -15,8 +15,8 @@ from transfer_queue.storage.copying import AT_ONCE, Copies, Copy
 from transfer_queue.storage.messages import (
     Abort,
     Columns,
-    Lease,
-    Leased,
+    LeasedMemory,
+    LeaseMemory,
     Packer,
     Release,
     Write,
@@ -63,13 +63,13 @@ class UnitWrite:
         least = least_in_arena(inline_nbytes)
         return {name: nbytes for name, nbytes in sizes.items() if nbytes >= least}
 
-    def lease(self, call: int, wait_s: float, replaced: bytes) -> Lease | None:
+    def lease(self, call: int, wait_s: float, replaced: bytes) -> LeaseMemory | None:
         """The lease to request first. ``replaced``: packed indexes of samples that this write replaces."""
         total = sum(map(whole_pages, self._sizes.values()))
         if not total:
             return None
         self.lease_call = call
-        return Lease(call, total, replaced, list(self._columns) if replaced else [], wait_s)
+        return LeaseMemory(call, total, replaced, list(self._columns) if replaced else [], wait_s)
 
     def leased(self, offset: int) -> None:
         """Take the unit's answer; -1: no address range is left."""
@@ -162,7 +162,7 @@ class UnitWriter:
         if lease is not None:
             asks = [(write.connection.peer, lease, ())]
             answers = await self.session.call_many(asks, self.timeout_s + wait_s)
-            write.leased(decode_answer(answers[0].header, Leased).offset)
+            write.leased(decode_answer(answers[0].header, LeasedMemory).offset)
 
     def packed(self, write: UnitWrite) -> tuple[Columns, list[Any]]:
         """Copies into the arena the columns that lie there."""

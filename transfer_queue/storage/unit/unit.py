@@ -33,8 +33,8 @@ from transfer_queue.storage.messages import (
     EndSession,
     EndWrite,
     Held,
-    Lease,
-    Leased,
+    LeasedMemory,
+    LeaseMemory,
     Read,
     Release,
     UnitStats,
@@ -108,7 +108,7 @@ class StorageUnit:
         self.put_nbytes = {"message": 0, "memory": 0}
         """Bytes of values committed so far: those that came in messages, and those in leased memory."""
         self.verbs: dict[type[Request], Verb] = {
-            Lease: self._lease,
+            LeaseMemory: self._lease,
             Write: self._write,
             Commit: self._commit,
             Abort: self._abort,
@@ -315,10 +315,10 @@ class StorageUnit:
 
     # ---- writes ----
 
-    def _lease(self, call: Call, request: Lease) -> Reply | Wait:
+    def _lease(self, call: Call, request: LeaseMemory) -> Reply | Wait:
         self._check_alive(call)
         if self._arena is None:
-            return Leased(request.id, -1)
+            return LeasedMemory(request.id, -1)
         allocate = partial(self._allocate_lease, call, request.nbytes)
         indexes = unpack_indexes(request.indexes)
         return self._when_room(call, indexes, request.fields, request.nbytes, request.wait_s, allocate)
@@ -327,11 +327,11 @@ class StorageUnit:
         assert self._arena is not None
         extent = self._arena.allocate(nbytes)
         if extent is None:
-            return Leased(call.number, -1)
+            return LeasedMemory(call.number, -1)
         self._leased_nbytes += extent.nbytes
         self.calls.hold(call, MemoryLease([extent], self._lease_over))
         self._squeeze()
-        return Leased(call.number, self._arena.offset_of(extent))
+        return LeasedMemory(call.number, self._arena.offset_of(extent))
 
     def _lease_over(self, lease: Memory) -> None:
         self._leased_nbytes -= lease.nbytes

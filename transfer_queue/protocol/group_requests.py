@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from transfer_queue.protocol.base import (
+from transfer_queue.protocol.request_parts import (
     LONGEST_WAIT_S,
     MOST_ROWS,
     Call,
@@ -73,11 +73,12 @@ class EndLease(Request, frozen=True):
 
 
 class RenewLeases(Request, frozen=True):
-    """This session is alive, and so are its leases. Done with the tokens of those that were lost since it asked last.
+    """Work on these leases goes on. Done with the tokens of those that are lost.
 
     It waits up to ``wait_s`` for one that is lost.
     """
 
+    tokens: Annotated[list[Call], msgspec.Meta(max_length=MOST_ROWS)]
     wait_s: Seconds = 0.0
 
 
