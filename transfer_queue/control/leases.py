@@ -298,14 +298,14 @@ class Leases:
 
     def renew(self, call: Call, request: RenewLeases) -> Reply | Wait:
         """Work on these leases goes on. It waits for one that is lost."""
-        for token in request.tokens:
+        for token in request.leases:
             lease = self._by_token.get(token)
             if lease is not None and lease.client == call.client:
                 lease.renewed = self.calls.now
 
         def answer(wait: Wait | None, has_turn: bool) -> Reply | None:
             own = self._workers.get(call.client)
-            lost = [token for token in request.tokens if own is None or token not in own.leases]
+            lost = [token for token in request.leases if own is None or token not in own.leases]
             return Done(request.id, lost) if lost or (wait is not None and wait.late) else None
 
         return answer(None, True) or Wait((_RENEWALS, call.client), self.calls.now + request.wait_s, answer)

@@ -78,7 +78,7 @@ class RenewLeases(Request, frozen=True):
     It waits up to ``wait_s`` for one that is lost.
     """
 
-    tokens: Annotated[list[Call], msgspec.Meta(max_length=MOST_ROWS)]
+    leases: Annotated[list[Call], msgspec.Meta(max_length=MOST_ROWS)]
     wait_s: Seconds = 0.0
 
 
