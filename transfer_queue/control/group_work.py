@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -295,6 +296,37 @@ def deadline(state: PlaneState, groups: Groups, group: Group) -> None:
         _gone(state, gone)
         judge(state, partition, group)
     settle(state, partition)
+
+
+def restored(state: PlaneState, versions: Mapping[str, int], next_token: int) -> None:
+    """The plane has other partitions: what their groups hold slots for, and what was drawn of them, is known again."""
+    parts = [(each, each.groups) for each in state.partitions.values() if each.groups is not None]
+    seqs = [group.seq for _, groups in parts for group in groups.live.values()]
+    state.leases.restored(versions, next_token, max(seqs, default=0))
+    for partition, groups in parts:
+        for group in groups.live.values():
+            if group.state != TRAINED:
+                state.leases.charge(group)
+            if group.is_under_work and group.terms.deadline_s is not None:
+                at = state.calls.now + group.terms.deadline_s
+                state.calls.at(at, partial(deadline, state, groups, group))
+        for task, consumer in partition.consumers.items():
+            if state.leases.sampler(task) is not None:
+                for entry in consumer.ledger.open_entries():
+                    _drawn_before(state, partition, groups, task, entry)
+        settle(state, partition)
+    state.waits.wake_first((LEASES,))
+
+
+def _drawn_before(state: PlaneState, partition: Partition, groups: Groups, task: str, entry: Entry) -> None:
+    """A batch that was not acknowledged when the queue was saved. Its groups may be trained, or not."""
+    heads = groups.heads_of(partition.rows_of(entry.indexes))
+    own = [group for head in dict.fromkeys(heads.tolist()) if (group := groups.live.get(head)) is not None]
+    drawn = [(groups, group) for group in own if group.state == DRAWN]
+    if drawn:
+        trainer, (rank, batch) = state.leases.trainer(task), entry.key
+        step = state.leases.step_of(task, partition.name) or 0
+        trainer.has_drawn(step, (partition.serial, rank), batch, drawn)
 
 
 # ---- gates ----

@@ -169,6 +169,7 @@ class Groups:
         return found
 
     def _wait_for_first(self, rows: Rows, terms: Terms) -> None:
+        self._touch()
         if terms not in self.terms:
             self.terms.append(terms)
         self._table.column(_TERMS)[rows] = 1 + self.terms.index(terms)
@@ -202,6 +203,7 @@ class Groups:
 
     def begin(self, row: int, terms: Terms, seq: int, version: int | None) -> Group:
         """A group gets its first lease."""
+        self._touch()
         at = np.array([row], dtype=np.intp)
         self._fresh[terms].discard(at)
         self._table.column(_TERMS)[at] *= -1
@@ -276,6 +278,7 @@ class Groups:
 
     def mark(self, members: Members, indexes: Indexes) -> None:
         """New rows are about to be published as members."""
+        self._touch()
         rows = self.partition.rows_of(indexes)
         self._table.column(_HEAD)[rows] = 1 + members.head
         self._table.column(_PART)[rows] = 1 + np.repeat(np.array(members.parts), len(rows) // len(members.parts))
@@ -298,6 +301,7 @@ class Groups:
                     f"part {part} of this group has no rows, so it can't be closed. Close it with rows, release it, or "
                     f"reject the group."
                 )
+        self._touch()
         for part in parts:
             rows = self.partition.rows_of(np.array(group.members[part], dtype=np.int64))
             self._table.column(_PART)[rows] = -1 - part
@@ -448,6 +452,11 @@ class Groups:
         for follower in self.followers:
             follower.group_changed(group)
 
+    def _touch(self) -> None:
+        """Columns are about to change."""
+        if self._table.copies:
+            self._table.copies.make()
+
     def flush(self) -> None:
         """Write the reserved tags of what has changed."""
         if self._dirty:
@@ -496,22 +505,29 @@ class Groups:
 
     # ---- checkpoints ----
 
-    def load(self, start: int) -> None:
-        """Build the groups of the rows from ``start`` on, whose columns and tags are loaded. No lease is held.
+    def load(self, columns: Mapping[str, bytes], terms: Sequence[Terms], start: int, shift: int) -> None:
+        """Build the groups of the rows from ``start`` on, whose states and tags are loaded. No lease is held.
 
-        Raises ValueError where they contradict each other.
+        Args:
+            shift: How much greater the samples' indexes are than when they were saved.
+        Raises:
+            ValueError: these contradict each other.
         """
+        self.terms = list(terms)
+        for name, dtype in COLUMNS:
+            self._table.column(name)[start:] = np.frombuffer(columns[name], dtype)
+        heads = self._table.column(_HEAD)[start:]
+        heads[heads > 0] += shift
         numbers, state = self._table.column(_TERMS)[start:], self._table.column("state")[start:]
         if not ((numbers != 0) == (state == RowState.HEAD)).all() or (np.abs(numbers) > len(self.terms)).any():
             raise ValueError("heads of groups have terms, and other rows have none")
-        for number, terms in enumerate(self.terms, 1):
-            self._fresh.setdefault(terms, ReadySet()).add((numbers == number).nonzero()[0] + start)
-        index = self._table.column("index")
-        for row in ((numbers < 0).nonzero()[0] + start).tolist():
-            self._load(index.item(row), self.terms[-int(self._table.column(_TERMS)[row]) - 1])
-        heads = self._table.column(_HEAD)[start:]
-        for row in (heads.nonzero()[0] + start).tolist():
-            group, part = self.live.get(self._table.column(_HEAD).item(row) - 1), self._table.column(_PART).item(row)
+        for number, each in enumerate(self.terms, 1):
+            self._fresh.setdefault(each, ReadySet()).add((numbers == number).nonzero()[0] + start)
+        index, parts = self._table.column("index")[start:], self._table.column(_PART)[start:]
+        for row in (numbers < 0).nonzero()[0].tolist():
+            self._load(index.item(row), self.terms[-numbers.item(row) - 1])
+        for row in heads.nonzero()[0].tolist():
+            group, part = self.live.get(heads.item(row) - 1), parts.item(row)
             if group is None or not part:
                 raise ValueError("a member belongs to no group")
             group.members.setdefault(abs(part) - 1, []).append(index.item(row))

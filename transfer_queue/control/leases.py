@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Final
@@ -22,6 +21,8 @@ LEASES = "leases"
 """A wait queue for each (partitions, filter, by part): what is first there gets the next group."""
 _RENEWALS = "renewals"
 _MOST_SEEN = 32
+_TOKENS_SINCE_A_SAVE = 2**32
+"""More than a queue grants after it was saved."""
 _MOST_ENDED = _MOST_LOST = 1024
 STARVED_AFTER: Final = 10
 """A task's fetches fail after so many steps of groups were rejected in a row."""
@@ -116,8 +117,7 @@ class Leases:
         self.calls = calls
         self._sampler_of = sampler_of
         self.lost: Callable[[HeldLease, str, str | None], None] = _nothing
-        self._tokens = itertools.count(1)
-        self._seqs = itertools.count(1)
+        self.next_token = self._next_seq = 1
         self._by_token: dict[int, HeldLease] = {}
         self._workers: dict[str, Worker] = {}
         self._trainers: dict[str, Trainer] = {}
@@ -204,18 +204,25 @@ class Leases:
     # ---- leases ----
 
     def next_seq(self) -> int:
-        return next(self._seqs)
+        self._next_seq += 1
+        return self._next_seq - 1
 
-    def loaded(self, seq: int) -> None:
-        """Groups up to this place are there."""
-        self._seqs = itertools.count(max(seq + 1, next(self._seqs)))
+    def restored(self, versions: Mapping[str, int], next_token: int, last_seq: int) -> None:
+        """Other groups are there now. Leases of those before are lost, and their tokens are never used again."""
+        for lease in list(self._by_token.values()):
+            self.abort(lease)
+        self._trainers.clear()
+        self.versions = dict(versions)
+        self.next_token = max(self.next_token, next_token + _TOKENS_SINCE_A_SAVE)
+        self._next_seq = max(self._next_seq, last_seq + 1)
 
     def get(self, token: int) -> HeldLease | None:
         return self._by_token.get(token)
 
     def grant(self, call: Call, groups: Groups, group: Group, parts: list[int], lease_s: float) -> HeldLease:
         """These parts are the session's."""
-        lease = HeldLease(next(self._tokens), call.client, groups, group, parts, lease_s)
+        lease = HeldLease(self.next_token, call.client, groups, group, parts, lease_s)
+        self.next_token += 1
         self._hold(call, lease)
         return lease
 

@@ -273,6 +273,10 @@ class Ledger:
         ]
         return SavedLedger([], ranks, self._count, self.num_resets)
 
+    def open_entries(self) -> list[Entry]:
+        """All batches that are not settled."""
+        return list(self._by_number.values())
+
     def entries(self) -> list[tuple[Entry, str, int]]:
         """Open batches with what may change about each: its token, and how many samples it owns."""
         return [(entry, entry.token, entry.owned) for entry in self._by_number.values()]
