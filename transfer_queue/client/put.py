@@ -128,7 +128,7 @@ class WriteTransaction:
             tags = {}
         by_key = isinstance(begin, p.ResolveKeys)
         number = self._session.number()
-        role = p.role_of(begin)
+        role = None if isinstance(begin, p.CheckFields) else begin.role
         return p.Publish(number, begin.partition, packed, fields, tags, by_key, begin.id, uncommitted=True, role=role)
 
 

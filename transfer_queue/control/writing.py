@@ -184,17 +184,17 @@ def check(state: PlaneState, request: Writer) -> None:
             f"Storage capacity exceeded: {count} samples were put at once, the queue holds {capacity} at most "
             f"(total_storage_size). Put fewer at a time, or raise it."
         )
-    if isinstance(request, p.ResolveKeys) and request.groups is not None:
-        check_terms(request.groups)
-        state.leases.check_budgets(request.groups.tasks)
+    if isinstance(request, p.ResolveKeys) and request.role is not None:
+        check_terms(request.role)
+        state.leases.check_budgets(request.role.tasks)
         if len(set(request.keys)) < len(request.keys):
             raise GroupStateError("two of these groups have the same key. Give each its own, or no keys.")
     partition = state.partitions.get(request.partition)
     if partition is None:
         return
-    if count and not (isinstance(request, p.Reserve) and request.members is not None):
+    if count and not (isinstance(request, p.Reserve) and request.role is not None):
         partition.check_open(count)
-    if isinstance(request, p.ResolveKeys) and request.groups is not None:
+    if isinstance(request, p.ResolveKeys) and request.role is not None:
         _check_new(partition, request.keys)
     if not isinstance(request, p.Insert):
         num_rows = len(request.keys) if isinstance(request, p.ResolveKeys) else request.count
@@ -217,7 +217,7 @@ def _admit(state: PlaneState, call: Call, request: Writer, count: int) -> p.Repl
         return None
     if isinstance(request, p.ResolveKeys):
         return _bind_keys(state, call, request)
-    members = request.members if isinstance(request, p.Reserve) else None
+    members = request.role if isinstance(request, p.Reserve) else None
     partition = state.get_or_create(request.partition)
     if members is not None:
         group_work.check_members(state, call, partition, members, request.count)
@@ -404,7 +404,8 @@ def publish(state: PlaneState, call: Call, request: p.Publish) -> p.Reply:
         if spec.units is not None:
             state.units.check(spec)
     indexes = p.unpack_indexes(request.indexes)
-    check_tags(request.tags.values())
+    if request.tags:
+        check_tags(request.tags.values())
     rows = _published(state, call, request, partition, indexes)
     state.producers.published(call, request.fields)
     first: Call | None = call

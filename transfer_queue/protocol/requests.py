@@ -82,7 +82,7 @@ class Reserve(Request, frozen=True):
     count: Count
     fields: dict[str, FieldSpec] = {}
     wait_s: Seconds = 60.0
-    members: Members | None = None
+    role: Members | None = None
 
 
 class CheckFields(Request, frozen=True):
@@ -262,7 +262,7 @@ class ResolveKeys(Request, frozen=True):
     """Samples of user keys; with ``create``, unknown keys get new samples, in the order given.
 
     ``hold``: new ones stay invisible until published, and can be cancelled. ``writes``: fields whose values will be
-    written, maybe over others; then the request asks for a permit, as CheckFields does. ``groups``: the samples become
+    written, maybe over others; then the request asks for a permit, as CheckFields does. ``role``: the samples become
     heads of new groups, so their keys must be new.
     """
 
@@ -273,7 +273,7 @@ class ResolveKeys(Request, frozen=True):
     fields: dict[str, FieldSpec] = {}
     wait_s: Seconds = 60.0
     writes: list[str] = []
-    groups: Terms | None = None
+    role: Terms | None = None
 
 
 class Put(Request, frozen=True):
@@ -469,13 +469,6 @@ class Restore(Request, frozen=True):
     state: bytes
     shift: Position = 0
     first_call: Call = 0
-
-
-def role_of(begin: Request) -> Role | None:
-    """What the new samples of a put that begins so are besides."""
-    if type(begin) is Reserve:
-        return begin.members
-    return begin.groups if type(begin) is ResolveKeys else None
 
 
 AnyRequest = (

@@ -379,7 +379,7 @@ def _publication(put: p.Put, indexes: bytes) -> p.Publish:
     by_key = isinstance(put.begin, p.ResolveKeys)
     return p.Publish(
         put.id, put.begin.partition, indexes, put.begin.fields, tags, by_key, put.id, uncommitted=True,
-        role=p.role_of(put.begin),
+        role=None if isinstance(put.begin, p.CheckFields) else put.begin.role,
     )  # fmt: skip
 
 
