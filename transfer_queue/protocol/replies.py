@@ -50,7 +50,7 @@ class Batch(Reply, frozen=True):
     """Samples and what is known of them. ``padding`` marks rows that repeat others to fill a round (uint8).
 
     ``more``: this is a page of a Describe, and not the last one. ``partial``, of samples that were named by their keys:
-    fields that some of them have and others lack; ``fresh``: all of them were made for this call.
+    fields that some of them have and others lack.
     """
 
     partition: str
@@ -64,7 +64,6 @@ class Batch(Reply, frozen=True):
     keys: list[str] = []
     more: bool = False
     partial: list[str] = []
-    fresh: bool = False
 
     @property
     def lies_in_front(self) -> bool:
