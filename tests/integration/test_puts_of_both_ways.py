@@ -19,8 +19,11 @@ import transfer_queue as tq
 from tests.integration.calls import before, die, giving_up, request_of
 from tests.integration.noticing import ended, until
 from transfer_queue import protocol as p
+from transfer_queue.client import kv
+from transfer_queue.client.put import WriteTransaction
 from transfer_queue.errors import InvalidRequestError, QueueUnreachableError, UnknownPartitionError
 from transfer_queue.storage.messages import Commit, Write
+from transfer_queue.transport.blocking import run_blocking
 
 WAIT_S = 20.0
 STEADY = 4
@@ -268,6 +271,33 @@ def test_of_two_that_put_the_same_new_field_both_are_published_and_one_s_values_
     assert values(other) - num_values in (2, 4), "the replaced ones may still lie in another unit"
     client.clear_partition(name)
     assert values(other) == num_values - 2
+
+
+def put_by_key(client: tq.TransferQueueClient, partition: str, key: str, value: int) -> None:
+    run_blocking(kv.batch_put(client, [key], partition, rows(a=torch.tensor([value])), None))
+
+
+@pytest.mark.usefixtures("in_steps", "nothing_more")
+def test_of_two_that_put_the_same_new_key_one_is_read_until_the_other_is_published(client, other, name, monkeypatch):
+    """The one that has made the key writes its values when those of the other are published already."""
+    storage, keys = client.storage_manager, list("abcdef")
+    write, publication = storage.write, WriteTransaction._publication
+
+    async def write_last(*args: Any) -> Any:
+        put_by_key(other, name, key, 1)
+        return await write(*args)
+
+    async def publish_last(self: Any, *args: Any) -> Any:
+        if self._session is client.session:
+            assert stored(other, name, "a")[-1] == 1
+        return await publication(self, *args)
+
+    monkeypatch.setattr(storage, "write", write_last)
+    monkeypatch.setattr(WriteTransaction, "_publication", publish_last)
+    for key in keys:  # it may go to the same unit, or to another one
+        put_by_key(client, name, key, 2)
+    assert stored(other, name, "a") == [2] * len(keys)
+    other.clear_partition(name)
 
 
 # ---- writers that give up ----

@@ -86,7 +86,7 @@ class WriteTransaction:
         stored = False
         try:
             answer = await session.send(begin, p.Reply, begin.wait_s, keep=True)
-            fresh = isinstance(answer, p.Reserved) or (isinstance(answer, p.Batch) and answer.fresh)
+            fresh = isinstance(answer, p.Reserved)
             packed = begin.indexes if isinstance(begin, p.CheckFields) else answer.indexes  # type: ignore[attr-defined]
             indexes = p.unpack_indexes(packed).tolist()
             if self._columns is not None:

@@ -78,11 +78,11 @@ class Staged(Holding):
 
 def freeze(state: PlaneState, call: Call, request: p.Freeze) -> p.Reply | Wait:
     """Freeze the state, once no writer is replacing values. A write that takes too long is assumed to have failed."""
-    if not state.freezes.permits:
+    if not state.freezes.must_wait:
         return _take(state, call, request)
 
     def answer(wait: Wait, has_turn: bool) -> p.Reply | None:
-        return _take(state, call, request) if wait.late or not state.freezes.permits else None
+        return _take(state, call, request) if wait.late or not state.freezes.must_wait else None
 
     return Wait(SAVING, state.calls.now + request.wait_s, answer)
 

@@ -173,14 +173,14 @@ def stats(state: PlaneState, call: Call, request: p.GetStats) -> p.Reply:
 
 def _clients(state: PlaneState) -> dict[str, dict[str, int]]:
     """What each session holds. ``unreceived``: answers that its client has not confirmed."""
-    clients = {}
+    clients, permits = {}, state.freezes.permits
     for client in state.calls.clients():
         calls = state.calls.of(client)
         held: list[Holding] = [each for call in calls for each in call.holdings]
         writes = [each for each in held if isinstance(each, Reservation)]
         clients[client] = {
             "reservations": len(writes), "reserved": sum(len(write.indexes) for write in writes),
-            "leaves": sum(holder == client for holder, _ in state.freezes.permits),
+            "leaves": sum(holder == client and replaces() for (holder, _), replaces in permits.items()),
             "freezes": sum(isinstance(each, Freezing) for each in held),
             "parked": sum(call.wait is not None for call in calls),
             "unreceived": sum(call.has_unreceived_reply for call in calls),

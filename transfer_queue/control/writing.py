@@ -29,7 +29,7 @@ _NONE: p.Indexes = np.empty(0, dtype=np.int64)
 
 
 class Reservation(Holding):
-    """Samples of a write under way. Nobody knows their indexes, so they may have values before the publish."""
+    """Samples of a write under way. Nobody else knows their indexes, unless they are ``keyed``."""
 
     until = Until.DONE
     __slots__ = ("_state", "indexes", "keyed", "partition", "serial")
@@ -61,21 +61,20 @@ class Reservation(Holding):
 
 
 class Permit(Holding):
-    """A write to samples that exist: its values are stored aside. While it may replace others, freezes wait."""
+    """A write to samples that others may write to, too: its values are stored aside. While it would replace some,
+    freezes wait. Whether it does may change with each publish of another.
+    """
 
     until = Until.DONE
     __slots__ = ("_call", "_state")
 
-    def __init__(self, state: PlaneState, call: Call, replaces: bool) -> None:
+    def __init__(self, state: PlaneState, call: Call, request: Rewrite) -> None:
         self._state, self._call = state, (call.client, call.number)
-        if replaces:
-            state.freezes.permits.add(self._call)
+        state.freezes.permits[self._call] = lambda: len(replaced(state, request)) > 0
 
     def keep(self) -> None:
         """The write is over."""
-        permits = self._state.freezes.permits
-        if self._call in permits:
-            permits.remove(self._call)
+        if self._state.freezes.permits.pop(self._call, None) is not None:
             self._state.waits.wake_first(SAVING)
 
     def undo(self) -> bool:
@@ -287,7 +286,6 @@ def _new_keys(state: PlaneState, request: p.ResolveKeys) -> list[str]:
 
 def _bind_keys(state: PlaneState, call: Call, request: p.ResolveKeys) -> p.Reply:
     new = _new_keys(state, request)
-    replaces = len(replaced(state, request)) > 0
     partition = state.get_or_create(request.partition) if new else state.partitions.get(request.partition)
     if partition is None:
         return p.Batch(request.id, request.partition, b"", {}, b"")
@@ -303,12 +301,10 @@ def _bind_keys(state: PlaneState, call: Call, request: p.ResolveKeys) -> p.Reply
             partition.make_live(rows)
             state.changed(partition)
             state.calls.hold(call, Insertion(state, partition, indexes))
-    if request.hold or replaces:
+    if request.hold or request.writes:
         state.producers.announced(call, request.fields)
-        if len(new) < len(request.keys):
-            state.calls.hold(call, Permit(state, call, replaces))
-    batch = describe_keys(partition, request.id, request.keys)
-    return msgspec.structs.replace(batch, fresh=True) if len(new) == len(request.keys) else batch
+        state.calls.hold(call, Permit(state, call, request))  # for new ones, too: others may name their keys by now
+    return describe_keys(partition, request.id, request.keys)
 
 
 def describe_keys(partition: Partition, request_id: int, keys: Sequence[str]) -> p.Batch:
@@ -390,7 +386,7 @@ def _check_fields(state: PlaneState, call: Call, request: p.CheckFields) -> p.Re
     rows = partition.rows_of(p.unpack_indexes(request.indexes))
     partition.schema.check(request.fields, request.partition, len(rows))
     state.producers.announced(call, request.fields)
-    state.calls.hold(call, Permit(state, call, len(replaced(state, request)) > 0))
+    state.calls.hold(call, Permit(state, call, request))
     return p.Done(request.id, partition.schema.dtypes_with(request.fields))
 
 

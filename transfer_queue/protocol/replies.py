@@ -52,7 +52,7 @@ class Batch(Reply, frozen=True):
     ``heads``: by row the index of its group's head, -1 for a sample without a group; None: the partition has no groups.
     ``versions``: by head, the policy version of its first lease.
     ``more``: this is a page of a Describe, and not the last one. ``partial``, of samples that were named by their keys:
-    fields that some of them have and others lack; ``fresh``: all of them were made for this call.
+    fields that some of them have and others lack.
     """
 
     partition: str
@@ -66,7 +66,6 @@ class Batch(Reply, frozen=True):
     keys: list[str] = []
     more: bool = False
     partial: list[str] = []
-    fresh: bool = False
     heads: bytes | None = None
     versions: dict[int, int] = {}
 

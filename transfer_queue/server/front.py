@@ -186,7 +186,7 @@ class Front:
             return first
         indexes: bytes = begin.indexes if isinstance(begin, p.CheckFields) else first.indexes  # type: ignore[attr-defined]
         if columns is not None:
-            fresh = not any(isinstance(each, writing.Permit) for each in call.holdings)
+            fresh = isinstance(begin, p.Reserve)
             wait_s = max(0.0, call.since + begin.wait_s - self.calls.now)
             written = self.unit.put(call, Write(put.id, indexes, columns, wait_s, fresh))
             if not isinstance(written, p.Reply):
@@ -198,6 +198,7 @@ class Front:
             for over in self.calls.take(call.client, call.number, writing.Committing):
                 self.unit.commit(call.client, call.number)
                 over.keep()
+                self.calls.hold(call, Effect())
         return published if isinstance(begin, p.ResolveKeys) else first
 
     def _columns(self, call: Call, data: bytes) -> Columns:

@@ -125,7 +125,8 @@ class StorageManager(ABC):
     ) -> UnitRuns | None:
         """Store row i for ``indexes[i]`` of this partition. ``call`` names the write until it is committed or aborted.
 
-        ``fresh``: new samples, whose indexes nobody knows yet. They may be stored at once, and need no ``commit``.
+        ``fresh``: new samples without keys, whose indexes nobody knows yet. They may be stored at once, and need no
+        ``commit``.
         A backend that can't keep uncommitted writes separate stores all of them at once.
 
         Returns:

@@ -159,3 +159,17 @@ def test_a_writer_that_never_says_what_became_of_its_put_holds_up_a_save_for_so_
     assert isinstance(answer.reply, p.Frozen)
     assert ask(plane, CRITIC, p.CheckFields, "p", mine, {"x": INT}, 99.0) is None
     assert plane.next_deadline() == 99.0
+
+
+@pytest.mark.parametrize("what", ["new field", "new key"])
+def test_a_save_waits_for_a_put_of_what_another_has_put_since_it_began(plane, what):
+    """When it began there was nothing to replace."""
+    if what == "new field":
+        begin: Any = (p.CheckFields, "p", p.pack_indexes(put(plane, 1)), {"r": INT})
+    else:
+        begin = (p.ResolveKeys, "p", ["u"], True, True, {"r": INT}, 9.0, ["r"])
+    first, second = ask(plane, REWARDER, *begin), ask(plane, CRITIC, *begin)
+    ask(plane, CRITIC, p.Publish, "p", p.pack_indexes([0]), {"r": INT}, completes=second.id)
+    assert ask(plane, SAVER, p.Freeze, 9.0) is None
+    replies = send(plane, REWARDER, p.Publish, "p", p.pack_indexes([0]), {"r": INT}, completes=first.id)
+    assert [(to.client, type(to.reply)) for to in replies] == [(REWARDER, p.Published), (SAVER, p.Frozen)]
