@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import msgspec
 
@@ -88,13 +89,14 @@ class _Reader:
         served = ServedFetch(fetch, partition, task, dp_size, state.calls.turn, self._call.client)
         if fetch.where is not None:
             self._ready = served.ready()
-        reply: p.Reply | More | None = served.answer(now, may_draw, late)
+        reply: p.Reply | More | None = served.answer(now, may_draw)
         if state.waits.count:
             self._wake_others(served)
         if isinstance(reply, p.Batch) and fetch.batch_index is None:
             for each in served.holdings(state, reply):
                 state.calls.hold(self._call, each)
         if reply is None:
+            _wake_in_time(state, self._line, served.decided_by_time(now))
             reply = self._producers_lost(now)
         if reply is not None or not late:
             return reply
@@ -128,3 +130,18 @@ class _Reader:
             return reply
         owed_by = writers_of(self._state, served.partition, _MOST_NAMED)
         return msgspec.structs.replace(reply, reserved=served.partition.num_reserved, owed_by=owed_by)
+
+
+def _wake_in_time(state: PlaneState, line: Name, at: float | None) -> None:
+    """The first fetch of this line is examined at that time, and then says whether it is to be once more.
+
+    So a line has one timer, however many fetches wait in it and however often something is published meanwhile.
+    """
+    if at is not None and line not in state.timed_lines:
+        state.timed_lines.add(line)
+        state.calls.at(at, partial(_time_has_come, state, line))
+
+
+def _time_has_come(state: PlaneState, line: Name) -> None:
+    state.timed_lines.discard(line)
+    state.waits.wake_first(line)

@@ -26,7 +26,7 @@ from transfer_queue.errors import InvalidRequestError
 from transfer_queue.protocol import Batch, Ended, Fetch, Indexes, NotReady, pack_indexes, unpack_indexes
 from transfer_queue.sampler.group_sampler import GroupSampler
 
-QUIET_S = 2.0
+_QUIET_S = 2.0
 """A finite unsealed stream ends with a short batch once nothing was published for this long."""
 
 _ALL_RANKS = -1
@@ -171,8 +171,8 @@ class ServedFetch:
         self.consumer.ledger.waits(self._rank)
         return self.consumer.ledger.next_index(self._rank)
 
-    def answer(self, now: float, may_draw: bool, waited: bool = False) -> Batch | Ended | More | None:
-        """The answer, or None if it is not decided yet. ``waited``: the fetch's deadline has passed."""
+    def answer(self, now: float, may_draw: bool) -> Batch | Ended | More | None:
+        """The answer, or None if it is not decided yet."""
         batch_index = self._batch_index()
         if batch_index is not None:
             if self._is_past_end(batch_index):
@@ -183,7 +183,7 @@ class ServedFetch:
             for earlier in self._skipped((self._rank, batch_index)) if may_draw else ():
                 fetch = msgspec.structs.replace(self._fetch, batch_index=earlier, first_index=None)
                 served = ServedFetch(fetch, self.partition, self._task, self._dp_size, self._turn, self._client)
-                reply = served.answer(now, may_draw, waited)
+                reply = served.answer(now, may_draw)
                 self.written += served.written
                 self.has_given |= served.has_given
                 if not isinstance(reply, Batch):
@@ -197,7 +197,7 @@ class ServedFetch:
         shares = draw.shares()
         if shares is not None:
             return self._hand_out(draw, shares)
-        return self._end(draw, now, waited)
+        return self._end(draw, now)
 
     def _known_end(self, batch_index: int | None) -> Ended | None:
         """The end of stream, if an earlier fetch decided it."""
@@ -388,7 +388,7 @@ class ServedFetch:
         self.consumer.ledger.took(entry.key)
         return self._batch(entry.indexes, rows, entry.token, entry.key[1], entry.padding)
 
-    def _end(self, draw: Draw, now: float, waited: bool) -> Batch | Ended | None:
+    def _end(self, draw: Draw, now: float) -> Batch | Ended | None:
         """Decide whether a round that can't be filled now will ever be.
 
         Samples that have all fields and don't match the filter count as not coming, although their tags may change.
@@ -398,7 +398,7 @@ class ServedFetch:
         ready, unmatched = draw.ready.count, self._num_unmatched(draw.ready)
         if self._fetch.finite and self.partition.is_exhausted(self.consumer, unmatched):
             return self._over(draw.batch_index)
-        if not self._is_complete(now, waited):
+        if not self._is_complete(now):
             return None
         lacking = self.consumer.num_undrawn - ready - unmatched
         coming = self.partition.num_reserved + lacking
@@ -426,15 +426,23 @@ class ServedFetch:
             self.consumer.end(self._fetch.where, "sealed", left)
         return self._hand_out(draw, shares) if shares else Ended(self._fetch.id, "sealed", left)
 
-    def _is_complete(self, now: float, waited: bool) -> bool:
+    def _is_complete(self, now: float) -> bool:
         if self.partition.sealed:
             return self.partition.is_final
         if not self._fetch.finite or not self.partition.num_live or self.partition.num_reserved:
             return False
         if self.partition.all_inserted():
             return True
+        return now >= self._quiet_at()
+
+    def _quiet_at(self) -> float:
         last = self.partition.last_published
-        return waited and last is not None and now >= last + QUIET_S
+        return math.inf if last is None else last + _QUIET_S
+
+    def decided_by_time(self, now: float) -> float | None:
+        """When the stream may end without another request; None: only a request can end it."""
+        at = self._quiet_at()
+        return at if self._fetch.finite and not self.partition.sealed and now < at < math.inf else None
 
     def _batch(
         self, indexes: Indexes, rows: Rows, token: str | None = None, batch_index: int | None = None,

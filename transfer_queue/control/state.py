@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from transfer_queue.calls import PIECE, Calls, Wait
+from transfer_queue.calls import PIECE, Calls, Name, Wait
 from transfer_queue.config import FullConfig
 from transfer_queue.control.draw import Tasks
 from transfer_queue.control.dropped import Dropped
@@ -85,6 +85,8 @@ class PlaneState:
         self.freezes = Freezes()
         self.snapshots: set[object] = set()
         """Snapshots of which slices are still to be made."""
+        self.timed_lines: set[Name] = set()
+        """Queues of fetches of which the first is examined at a certain time."""
         self._discarded: list[Partition] = []
         self.units = UnitTable()
         self.runs = RunTable()

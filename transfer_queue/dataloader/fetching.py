@@ -25,9 +25,6 @@ from transfer_queue.utils.logging_utils import get_logger
 
 logger = get_logger(__name__)
 
-_TAIL_S = 0.5
-"""The longest wait of one request of a finite stream: the queue decides at its end whether a short tail is the last."""
-
 _LOST_S = 1.0
 """Between two requests of a batch that can't be read: the controller may not know yet that a unit is lost."""
 
@@ -207,7 +204,6 @@ class _Wait:
         """The longest wait of the next request: up to the next report, which says what it waits for."""
         now, spec = time.monotonic(), self._spec
         left = self._reported + spec.report_every_s - now
-        left = min(left, _TAIL_S) if spec.finite else left
         return max(0.0, left if spec.timeout_s is None else min(left, self._began + spec.timeout_s - now))
 
     def goes_on(self, answer: p.NotReady | None) -> bool:
