@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from transfer_queue.errors import StorageKeyNotFoundError
 from transfer_queue.storage.messages import FieldColumns, Located
 from transfer_queue.storage.unit.field_blocks import STEP_NBYTES, Block, FieldBlocks
-from transfer_queue.storage.unit.spill import SpillFile, Spilling, Warming, spans_of
+from transfer_queue.storage.unit.spill import SpillFile, Spilling
 from transfer_queue.storage.wire import Allocate, IntArray, Positions, WireColumn, as_run, distinct, heap
 
 
@@ -94,28 +94,13 @@ class BlockStore:
             field.grow(self._table.capacity)
         return self._table.find(indexes)
 
-    def read(self, indexes: IntArray, fields: Sequence[str]) -> FieldColumns:
-        """Return these fields of all these indexes, which may repeat and come in any order.
+    def locate(self, indexes: IntArray, fields: Sequence[str]) -> Located:
+        """Return where these fields of all these indexes lie, which may repeat and come in any order.
+
+        Slices mean that one block without dead rows holds all of a field.
 
         Raises:
             StorageKeyNotFoundError: a value was cleared or never written.
-        """
-        if not len(indexes):
-            return []
-        columns: FieldColumns = []
-        for name, field, slots, whole in self._found(indexes, fields):
-            if whole is None:
-                columns += [(name, at, column) for at, column in field.select(slots)]
-            else:
-                column, rows = whole
-                columns.append((name, slice(0, len(slots)), column.slice(rows.start, rows.stop)))
-        return columns
-
-    def locate(self, indexes: IntArray, fields: Sequence[str]) -> Located:
-        """Return where ``read`` finds the values. Slices mean that one block without dead rows holds all of a field.
-
-        Raises:
-            StorageKeyNotFoundError: as ``read`` does.
         """
         located: Located = []
         for name, field, slots, whole in self._found(indexes, fields):
@@ -157,14 +142,6 @@ class BlockStore:
         slots = self._table.find(indexes)
         held = {name: indexes[~field.missing(slots)] for name, field in self._fields.items()}
         return {name: some for name, some in held.items() if len(some)}
-
-    def likely_nbytes(self, indexes: IntArray, fields: Iterable[str]) -> float:
-        """Estimate the bytes of these fields from the blocks that hold the first and the last index."""
-        if not len(indexes):
-            return 0.0
-        ends = [self._table.find_one(int(indexes[at])) for at in (0, -1)]
-        held = [self._fields[name] for name in fields if name in self._fields]
-        return len(indexes) * sum(field.mean_nbytes_near(ends) for field in held)
 
     def delete(self, indexes: IntArray) -> int:
         """Delete all fields of these indexes, skipping unknown ones. Returns the number of values deleted."""
@@ -232,22 +209,6 @@ class BlockStore:
         if done is not False or not field.has(block):
             self._spilling = None
 
-    def warming(self, indexes: IntArray, fields: Sequence[str], mapped: bool) -> Warming | None:
-        """The bytes on disk that an answer to this read is made of here; None if there are none.
-
-        ``mapped``: the reader copies most of them itself.
-        """
-        if not self.spilled_nbytes or not len(indexes):
-            return None
-        assert self._file is not None
-        spans = [
-            spans_of(column, rows)
-            for _, column, _, rows in self.locate(indexes, fields)
-            if self._file.holds(column.data)
-            and (not mapped or (column.layout.kind == "objects" and not isinstance(as_run(rows), slice)))
-        ]
-        return Warming(spans) if spans else None
-
     def pack(self) -> None:
         """Compact all blocks with dead rows: small ones now, large ones by later calls of ``move``."""
         if self.held_nbytes > self.live_nbytes:
@@ -306,11 +267,6 @@ class PageTable:
 
     def _pages_of(self, names: Iterable[int]) -> IntArray:
         return np.array([self._pages.get(name, -1) for name in names], np.int64)
-
-    def find_one(self, index: int) -> int:
-        """``find`` for a single index."""
-        page = self._pages.get(index >> _PAGE_BITS, -1)
-        return -1 if page < 0 else (page << _PAGE_BITS) | (index & (_PAGE - 1))
 
     def claim(self, indexes: IntArray) -> None:
         """Give these indexes slots. ``keep`` must follow, because a page without values would never be released."""

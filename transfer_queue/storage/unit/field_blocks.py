@@ -18,12 +18,10 @@ from transfer_queue.storage.wire import (
     Positions,
     WireColumn,
     as_run,
-    cut,
     distinct,
     gather,
     groups,
     heap,
-    select,
 )
 
 _SMALL_NBYTES = 64 * 1024
@@ -40,8 +38,7 @@ class Block:
     """Rows as received. It never changes, because answers being sent share its memory."""
 
     __slots__ = (
-        "born", "column", "family", "first", "left", "live", "live_nbytes", "number", "on_disk", "row_nbytes", "slots",
-        "stays",
+        "born", "column", "family", "first", "left", "live", "live_nbytes", "number", "on_disk", "slots", "stays",
     )  # fmt: skip
 
     def __init__(self, number: int, column: WireColumn, slots: NDArray[np.int32], run: Positions) -> None:
@@ -58,8 +55,6 @@ class Block:
         """The slot of row 0 if the slots are consecutive, else None."""
         self.live = column.rows
         self.live_nbytes = column.nbytes
-        self.row_nbytes = column.nbytes / column.rows
-        """The mean over its rows."""
         self.left = 0
         """Rows before this one were moved elsewhere, or are dead."""
         self.stays = False
@@ -71,7 +66,7 @@ class Block:
 
 
 class FieldBlocks:
-    """PageTable passed to a method must not repeat, except in ``add``, ``missing`` and ``select``."""
+    """Slots passed to a method must not repeat, except in ``add``, ``missing`` and ``located``."""
 
     def __init__(
         self, allocate: Allocate = heap, step_nbytes: int = STEP_NBYTES, file: SpillFile | None = None
@@ -115,8 +110,7 @@ class FieldBlocks:
 
     def spilled(self, block: Block, data: ByteArray) -> None:
         """All data of the block is now in the spill file, at ``data``."""
-        column = block.column
-        block.column = WireColumn(column.layout, column.rows, data, column.row_meta)
+        block.column = block.column.moved_to(data)
         self._leave_small(block)
         self._count_on_disk(block)
 
@@ -134,7 +128,7 @@ class FieldBlocks:
         data = self._file.stored(column.data)
         if data is None:
             raise MemoryError
-        return WireColumn(column.layout, column.rows, data, column.row_meta)
+        return column.moved_to(data)
 
     def grow(self, capacity: int) -> None:
         """Make room for slots below ``capacity``."""
@@ -155,11 +149,6 @@ class FieldBlocks:
         rows = self._row_of[slots]
         found = [(self._blocks[number], at) for number, at in groups(self._block_of[slots])]
         return sum(block.column.rows_nbytes(rows[at]) for block, at in found if not block.on_disk)
-
-    def mean_nbytes_near(self, slots: Sequence[int]) -> float:
-        """Mean bytes of a value in the blocks that hold these slots; 0 without any."""
-        numbers = {self._block_of.item(slot) for slot in slots if slot >= 0} - {-1}
-        return sum(self._blocks[number].row_nbytes for number in numbers) / max(len(numbers), 1)
 
     def add(self, slots: IntArray, column: WireColumn) -> IntArray:
         """Row i becomes the value of ``slots[i]``; if a slot repeats, its last row counts.
@@ -190,14 +179,6 @@ class FieldBlocks:
         rows = slice(run.start - block.first, run.stop - block.first)
         return (block.column, rows) if rows.stop <= block.column.rows else None
 
-    def select(self, slots: IntArray) -> list[tuple[Positions, WireColumn]]:
-        """Return the values of these slots, which must all have one."""
-        numbers, rows = self._block_of[slots], self._row_of[slots].astype(np.int64)
-        if len(slots) == 1 or (numbers == numbers[0]).all():
-            return cut(self._blocks[int(numbers[0])].column, as_run(rows))
-        found, which = np.unique(numbers, return_inverse=True)
-        return select([self._blocks[n].column for n in found.tolist()], which, rows)
-
     def located(self, slots: IntArray) -> list[tuple[WireColumn, IntArray, IntArray]]:
         """(block, positions in ``slots``, their rows in the block) for every block that holds some of these slots."""
         rows = self._row_of[slots].astype(np.int64)
@@ -224,7 +205,7 @@ class FieldBlocks:
         return [block for block in self._blocks.values() if block.live < block.column.rows and not block.on_disk]
 
     def _compact(self, block: Block) -> None:
-        if block.on_disk and block.row_nbytes > SPILL_STEP_NBYTES:
+        if block.on_disk and block.column.nbytes > SPILL_STEP_NBYTES * block.column.rows:
             return  # one row would be too long a step
         if block.live_nbytes <= self._step_of(block):
             self._rewrite([block])

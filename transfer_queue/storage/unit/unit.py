@@ -35,14 +35,15 @@ from transfer_queue.storage.messages import (
     Held,
     Lease,
     Leased,
+    Located,
     Read,
     Release,
     UnitStats,
     Write,
     Written,
-    answer_in_frames,
-    answer_in_place,
+    is_copied_here,
     least_in_arena,
+    rows_answer,
     unpack_columns,
     whole_pages,
 )
@@ -56,8 +57,8 @@ from transfer_queue.storage.unit.session_memory import (
     StoredRows,
     UncommittedWrite,
 )
-from transfer_queue.storage.unit.spill import SpillFile, Warming
-from transfer_queue.storage.wire import ByteArray, IntArray, heap
+from transfer_queue.storage.unit.spill import SpillFile, warm
+from transfer_queue.storage.wire import ByteArray, IntArray, WireColumn, as_run, heap
 
 _MEMORY = ("memory",)
 """Wait queue of leases and writes that need room."""
@@ -247,13 +248,12 @@ class StorageUnit:
 
     def read(self, call: Call, request: Read) -> Reply | Steps:
         """The values, with those that travel in the message as the call's ``values``. The call pins the others."""
-        indexes, fields = unpack_indexes(request.indexes), request.fields
         try:
-            return self._rows_or_wait(call, request, indexes, fields)
+            return self._rows_or_wait(call, request)
         except StorageKeyNotFoundError:
-            if not self._commit_published(indexes, fields):
+            if not self._commit_published(unpack_indexes(request.indexes), request.fields):
                 raise
-            return self._rows_or_wait(call, request, indexes, fields)
+            return self._rows_or_wait(call, request)
 
     def _commit_published(self, indexes: IntArray, fields: Sequence[str]) -> bool:
         """Readers ask for published values only. So a write that has a missing one is published: its commit comes."""
@@ -265,22 +265,30 @@ class StorageUnit:
             self._commit_one(each)
         return bool(found)
 
-    def _rows_or_wait(self, call: Call, request: Read, indexes: IntArray, fields: Sequence[str]) -> Reply | Steps:
+    def _rows_or_wait(self, call: Call, request: Read) -> Reply | Steps:
         """The answer. If it is made of bytes on disk, these are read first, a little each turn."""
-        warming = None
-        if self._file is not None:
-            warming = self._blocks.warming(indexes, fields, self._in_place(request, indexes, fields))
-        return self._rows(call, request, indexes, fields) if warming is None else self._warm(call, request, warming)
+        located = self._blocks.locate(unpack_indexes(request.indexes), request.fields)
+        in_place = self._in_place(request, located)
+        cold = [
+            column.pick(as_run(rows))
+            for _, column, _, rows in located
+            if self._is_on_disk(column) and (not in_place or is_copied_here(column, as_run(rows)))
+        ]
+        return self._warm(call, request, cold) if cold else self._rows(call, located, in_place)
 
-    def _warm(self, call: Call, request: Read, warming: Warming) -> Steps:
-        while not warming.step():
-            yield None
-        return self._rows(call, request, unpack_indexes(request.indexes), request.fields)
+    def _is_on_disk(self, column: WireColumn) -> bool:
+        return self._file is not None and self._file.holds(column.data)
 
-    def _in_place(self, request: Read, indexes: IntArray, fields: Sequence[str]) -> bool:
+    def _warm(self, call: Call, request: Read, cold: Iterable[WireColumn]) -> Steps:
+        yield from warm(cold)
+        located = self._blocks.locate(unpack_indexes(request.indexes), request.fields)
+        return self._rows(call, located, self._in_place(request, located))
+
+    def _in_place(self, request: Read, located: Located) -> bool:
         """Whether the reader copies large values itself."""
-        mapped = request.mapped and self._arena is not None
-        return mapped and self._blocks.likely_nbytes(indexes, fields) > self._inline_nbytes
+        if not request.mapped or self._arena is None:
+            return False
+        return sum(column.rows_nbytes(rows) for _, column, _, rows in located) > self._inline_nbytes
 
     def _offset_of(self, memory: ByteArray) -> int:
         """The offset of this memory in the arena, after which the spill file lies; -1 if it lies elsewhere."""
@@ -290,15 +298,8 @@ class StorageUnit:
             return self._arena.nbytes + on_disk
         return offset
 
-    def _rows(self, call: Call, request: Read, indexes: IntArray, fields: Sequence[str]) -> Reply:
-        if not self._in_place(request, indexes, fields):
-            stored = self._blocks.read(indexes, fields)
-            mapped = request.mapped and self._arena is not None
-            if not mapped or sum(column.nbytes for _, _, column in stored) <= self._inline_nbytes:
-                answer, call.values, _ = answer_in_frames(request.id, stored)
-                return answer
-        located = self._blocks.locate(indexes, fields)
-        answer, call.values, pinned = answer_in_place(request.id, located, self._offset_of)
+    def _rows(self, call: Call, located: Located, in_place: bool) -> Reply:
+        answer, call.values, pinned = rows_answer(call.number, located, self._offset_of if in_place else None)
         if pinned:
             self._num_pins += 1
             self.calls.hold(call, Pin(pinned, self._unpinned))
