@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import select
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -130,9 +129,8 @@ def test_what_an_attended_descriptor_lets_go_is_sent(tmp_path, caller):
     os.close(write)
 
 
-@pytest.mark.parametrize("make", [select.poll, getattr(select, "epoll", select.poll)])
-def test_readiness_tells_the_same_whatever_it_polls_with(make):
-    readiness = Readiness(make())
+def test_readiness_tells_of_what_is_wanted_until_it_is_removed():
+    readiness = Readiness()
     read, write = os.pipe()
     told: list[str] = []
     readiness.add(read, lambda ready: told.append(f"read {ready & READ}"))

@@ -107,16 +107,10 @@ def _listen(server: SocketServer, front: Front, orders: Orders) -> str | None:
         return None
     from transfer_queue.transport.tcp_wire import read_keys
 
-    remote = server.also_at(orders.listen, None if orders.key_file is None else read_keys(orders.key_file))
-    remote.open(front)
-    front.listens_at(remote.address)
-
-    def disconnect(client: str) -> None:
-        server.disconnect(client)
-        remote.disconnect(client)
-
-    front.disconnect, front.connections = disconnect, lambda: {**server.clients(), **remote.clients()}
-    return remote.address
+    keys = None if orders.key_file is None else read_keys(orders.key_file)
+    address = server.listen(orders.listen, keys, insecure=keys is None)
+    front.listens_at(address)
+    return address
 
 
 def _join(server: SocketServer, front: Front, listening: str | None, orders: Orders) -> Membership | None:
@@ -162,12 +156,12 @@ def _make_front(
     unit = None if orders.unit is None else _unit(server, orders.unit, orders)
     if not orders.controller:
         front = Front(conf, None, unit, turn=Turn(time.monotonic))
-        server.on_turn(front.meter.turn)
+        server.turned = front.meter.turn
         return front, _nothing
     plane = ControlPlane(plane_config(config, sampler, orders.preallocate))
     watchdog = Watchdog(running)
     front = Front(conf, plane, unit, lambda: _janitor(orders), Turn(time.monotonic))
-    server.on_turn(front.meter.turn)
+    server.turned = front.meter.turn
     front.watch = lambda pid, namespace, ended: _watch(server, pid, namespace, ended)
     front.alarms, front.disconnect, front.connections = watchdog.alarms, server.disconnect, server.clients
     if unit is None:

@@ -92,7 +92,7 @@ def lend_arena(server: SocketServer, file: SpillFile | None = None) -> Arena | N
         arena = _lent(server, path, Arena())
         if file is not None:
             _lent(server, path + FILE_SUFFIX, file)
-    except OSError as error:  # no memfd_create, or a limit on addresses
+    except OSError as error:  # such as a limit on addresses
         _log.warning("%s shares no memory (%s): values travel as frames, which is slower", server.address, error)
         return None
     return arena

@@ -83,9 +83,8 @@ def free_nbytes(folder: Path) -> int:
 
 
 def _unlinked_file(folder: Path) -> int:
-    if hasattr(os, "O_TMPFILE"):
-        with contextlib.suppress(OSError):  # not every file system has it
-            return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    with contextlib.suppress(OSError):  # not every file system has it
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     descriptor, path = tempfile.mkstemp(dir=folder)
     os.unlink(path)
     return descriptor
