@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from transfer_queue.calls import Answer, Call, Calls, Steps, Verb, Wait
+from transfer_queue.calls import Call, Calls, Steps, Verb, Wait
 from transfer_queue.errors import (
     ProtocolError,
     SampleClearedError,
@@ -62,14 +62,6 @@ from transfer_queue.storage.wire import ByteArray, IntArray, WireColumn, as_run,
 
 _MEMORY = ("memory",)
 """Wait queue of leases and writes that need room."""
-
-
-class UnitReply(NamedTuple):
-    """An answer, the client it goes to, and its frames."""
-
-    client: str
-    reply: Reply
-    frames: Sequence[Any] = ()
 
 
 class _ForRoom(Wait):
@@ -129,34 +121,6 @@ class StorageUnit:
         calls.waits.with_sizes(_MEMORY, self._free, self._make_room)
         calls.steps.add(Write)
         calls.verbs |= self.verbs
-
-    # ---- entry points of a unit without a server ----
-
-    def handle(self, client: str, request: Request, frames: list[memoryview], now: float) -> list[UnitReply]:
-        """Serve one request. Returns its answer, unless it waits for room, and answers to requests that got room."""
-        self.tick(now)
-        return _replies(self.calls.handle(Call(client, request, now, frames), now))
-
-    def expire(self, now: float) -> list[UnitReply]:
-        """Answer requests past their deadline, return memory, and move live rows of mostly dead blocks."""
-        self.trim(now)
-        return _replies(self.calls.expire(now))
-
-    def next_deadline(self) -> float | None:
-        """When ``expire`` has work: minus infinity for at once, None for never."""
-        deadlines = [self.calls.next_deadline(), self.next_trim()]
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
-
-    def cancel(self, client: str, number: int, now: float) -> list[UnitReply]:
-        """Cancel this call: free what it wrote, leased or pinned."""
-        self.tick(now)
-        self.calls.cancel(client, number)
-        return _replies(self.calls.work())
-
-    def client_gone(self, client: str, now: float) -> list[UnitReply]:
-        """The client's session has ended. Its uncommitted writes stay until it is known which were published."""
-        self.tick(now)
-        return _replies(self.calls.client_gone(client, now, True))
 
     # ---- time ----
 
@@ -581,7 +545,3 @@ class StorageUnit:
 def _cleared(wait: Wait, has_turn: bool) -> Reply:
     error = SampleClearedError("the samples of a put that waited for room were cleared meanwhile.")
     return Failed(wait.owner.number, *to_wire(error))
-
-
-def _replies(answers: list[Answer]) -> list[UnitReply]:
-    return [UnitReply(answer.call.client, answer.reply, answer.values) for answer in answers]
