@@ -148,7 +148,7 @@ def test_a_stop_before_it_serves_is_not_forgotten(tmp_path):
 
 def test_closing_instead_of_serving_leaves_nothing_and_may_be_done_again(tmp_path):
     with made(tmp_path) as (server, _):
-        server.watch(os.getpid(), pid_namespace(), lambda now: [])
+        server.watch(os.getpid(), pid_namespace(), lambda: None)
         server.close()
         server.stop()
 

@@ -158,11 +158,15 @@ def _make_front(
         front = Front(conf, None, unit, turn=Turn(time.monotonic))
         server.turned = front.meter.turn
         return front, _nothing
+
+    def watch(pid: int, namespace: int | None, ended: Callable[[], None]) -> None:
+        server.watch(pid, namespace, ended)
+
     plane = ControlPlane(plane_config(config, sampler, orders.preallocate))
     watchdog = Watchdog(running)
     front = Front(conf, plane, unit, lambda: _janitor(orders), Turn(time.monotonic))
     server.turned = front.meter.turn
-    front.watch = lambda pid, namespace, ended: _watch(server, pid, namespace, ended)
+    front.watch = watch
     front.alarms, front.disconnect, front.connections = watchdog.alarms, server.disconnect, server.clients
     if unit is None:
         front.start_janitor()
@@ -172,14 +176,6 @@ def _make_front(
         front.close()
 
     return front, close
-
-
-def _watch(server: SocketServer, pid: int, namespace: int | None, ended: Callable[[], None]) -> None:
-    def gone(_: float) -> tuple[()]:
-        ended()
-        return ()
-
-    server.watch(pid, namespace, gone)
 
 
 def _unit(server: SocketServer, name: str, orders: Orders) -> StorageUnit:
@@ -258,14 +254,13 @@ def _stop_with(server: SocketServer, orders: Orders) -> None:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle: it ends its servers itself
 
-    def parent_ended(_: float) -> tuple[()]:
+    def parent_ended() -> None:
         server.stop()
         shutil.rmtree(orders.directory, ignore_errors=True)
-        return ()
 
     server.watch(orders.parent, orders.pid_namespace, parent_ended)
     if os.getppid() != orders.parent:  # it ended before we could watch it
-        parent_ended(0.0)
+        parent_ended()
 
 
 def _stop_signals(orders: Orders) -> set[signal.Signals]:

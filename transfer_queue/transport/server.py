@@ -40,7 +40,6 @@ class SocketServer:
         self._listeners: list[Listener] = []
         self._routes: dict[str, set[Route]] = {}
         self._watched: set[int] = set()
-        self._attended: dict[int, Ready] = {}
         self._last_acts: list[Callable[[], None]] = []
         self._stopping = self._closed = False
         self._lock = threading.RLock()
@@ -85,8 +84,8 @@ class SocketServer:
 
     # ---- other events ----
 
-    def watch(self, pid: int, namespace: int | None, ended: Ready) -> Callable[[], None]:
-        """Call ``ended(now)`` once when that process ends; never, if it can't be watched from here.
+    def watch(self, pid: int, namespace: int | None, ended: Callable[[], None]) -> Callable[[], None]:
+        """Call ``ended`` once when that process ends; never, if it can't be watched from here.
 
         Returns a function that stops watching: call it in the serving thread.
         """
@@ -94,12 +93,12 @@ class SocketServer:
         if descriptor is None:
             return lambda: None
         if descriptor < 0:
-            self._act(ended)
+            guarded(ended)
             return lambda: None
 
-        def end(now: float) -> Iterable[Outgoing]:
+        def end() -> None:
             stop()
-            return ended(now)
+            ended()
 
         def stop() -> None:
             if dismiss():
@@ -110,22 +109,18 @@ class SocketServer:
         self._watched.add(descriptor)
         return stop
 
-    def attend(self, descriptor: int, ready: Ready) -> Callable[[], bool]:
-        """Call ``ready(now)`` in the serving thread whenever this descriptor is readable, and send what it returns.
+    def attend(self, descriptor: int, ready: Callable[[], None]) -> Callable[[], bool]:
+        """Call ``ready`` in the serving thread whenever this descriptor is readable.
 
         Returns a function that stops attending, and says whether it did so now: call it in the serving thread, before
         the descriptor is closed. Idempotent.
         """
-        self._readiness.add(descriptor, lambda _: self._act(ready))
-        self._attended[descriptor] = ready
-        return lambda: self._dismiss(descriptor, ready)
 
-    def _dismiss(self, descriptor: int, ready: Ready) -> bool:
-        if self._attended.get(descriptor) is not ready:  # it has stopped, and the number may now mean another file
-            return False
-        del self._attended[descriptor]
-        self._readiness.remove(descriptor)
-        return True
+        def act(_: int) -> None:
+            ready()
+
+        self._readiness.add(descriptor, act)
+        return lambda: self._readiness.dismiss(descriptor, act)
 
     # ---- serving ----
 
@@ -225,7 +220,6 @@ class SocketServer:
         for descriptor in self._watched:
             close_descriptor(descriptor)
         self._watched.clear()
-        self._attended.clear()
         self._routes.clear()
         for listener in self._listeners:
             listener.close()

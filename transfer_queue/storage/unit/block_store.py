@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from transfer_queue.errors import StorageKeyNotFoundError
 from transfer_queue.storage.messages import FieldColumns, Located
 from transfer_queue.storage.unit.field_blocks import STEP_NBYTES, Block, FieldBlocks
-from transfer_queue.storage.unit.spill import SpillFile, Spilling
-from transfer_queue.storage.wire import Allocate, IntArray, Positions, WireColumn, as_run, distinct, heap
+from transfer_queue.storage.unit.spill import SPILL_STEP_NBYTES, SpillFile
+from transfer_queue.storage.wire import Allocate, ByteArray, IntArray, Positions, WireColumn, as_run, distinct, heap
 
 
 class BlockStore:
@@ -30,7 +30,7 @@ class BlockStore:
         self._allocate = allocate
         self._step_nbytes = step_nbytes
         self._file = file
-        self._spilling: tuple[FieldBlocks, Block, Spilling] | None = None
+        self._spilling: Iterator[None] | None = None
         self._no_room_on_disk = False
         self._table = PageTable()
         self._fields: dict[str, FieldBlocks] = {}
@@ -173,7 +173,10 @@ class BlockStore:
     def move(self) -> None:
         """Make one step: of spilling, or else towards at most half of the held bytes being dead."""
         if self._spilling is not None:
-            self._spill(*self._spilling)
+            try:
+                next(self._spilling)
+            except StopIteration:
+                self._spilling = None
             return
         for field in self._fields.values():
             if field.is_moving:
@@ -198,16 +201,20 @@ class BlockStore:
         if target is None:
             self._no_room_on_disk = True
             return
-        self._spilling = field, block, Spilling(self._file, block.column.data, target)
+        self._spilling = self._spill(self._file, field, block, target)
 
-    def _spill(self, field: FieldBlocks, block: Block, spilling: Spilling) -> None:
-        done = spilling.step() if field.has(block) else False
-        if done is None:
-            self._no_room_on_disk = True
-        if done:
-            field.spilled(block, spilling.target)
-        if done is not False or not field.has(block):
-            self._spilling = None
+    def _spill(self, file: SpillFile, field: FieldBlocks, block: Block, target: ByteArray) -> Iterator[None]:
+        """Copy a block to the file, where readers find it once all of it is there. Yields between steps."""
+        data = block.column.data
+        for start in range(0, data.nbytes, SPILL_STEP_NBYTES):
+            if start:
+                yield
+            if not field.has(block):
+                return
+            if not file.write(target, start, data[start : start + SPILL_STEP_NBYTES]):
+                self._no_room_on_disk = True
+                return
+        field.spilled(block, target)
 
     def pack(self) -> None:
         """Compact all blocks with dead rows: small ones now, large ones by later calls of ``move``."""

@@ -90,22 +90,6 @@ def _unlinked_file(folder: Path) -> int:
     return descriptor
 
 
-class Spilling:
-    """One block on its way to the file. It stays readable where it was until all of it is there."""
-
-    def __init__(self, file: SpillFile, data: ByteArray, target: ByteArray) -> None:
-        self._file, self._data, self.target = file, data, target
-        self._done = 0
-
-    def step(self) -> bool | None:
-        """Copy the next bytes. Returns whether all are there; None: there is no room on the disk."""
-        stop = min(self._done + SPILL_STEP_NBYTES, self._data.nbytes)
-        if not self._file.write(self.target, self._done, self._data[self._done : stop]):
-            return None
-        self._done = stop
-        return stop == self._data.nbytes
-
-
 def warm(parts: Iterable[WireColumn]) -> Iterator[None]:
     """Read these rows of the file, so that they are in memory when an answer is made of them. Yields between steps."""
     left, rows = SPILL_STEP_NBYTES, 0
