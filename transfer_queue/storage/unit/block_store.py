@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from transfer_queue.errors import StorageKeyNotFoundError
 from transfer_queue.storage.messages import FieldColumns, Located
-from transfer_queue.storage.unit.field_blocks import STEP_NBYTES, Block, FieldBlocks
+from transfer_queue.storage.unit.field_blocks import STEP_NBYTES, Block, FieldBlocks, Held
 from transfer_queue.storage.unit.spill import SPILL_STEP_NBYTES, SpillFile
 from transfer_queue.storage.wire import Allocate, ByteArray, IntArray, Positions, WireColumn, as_run, distinct, heap
 
 
-class BlockStore:
+class BlockStore(Held):
     """Keeps values as received, one block per field and write.
 
     A block that is mostly dead is copied and freed: a small one at once, a large one in steps, by ``move``.
@@ -24,44 +24,12 @@ class BlockStore:
     def __init__(
         self, allocate: Allocate = heap, step_nbytes: int = STEP_NBYTES, file: SpillFile | None = None
     ) -> None:
-        """``allocate``: memory for blocks that are made from others here.
-        ``step_nbytes``: how much is moved at once. ``file``: where blocks may be spilled.
-        """
-        self._allocate = allocate
-        self._step_nbytes = step_nbytes
-        self._file = file
+        """See ``Held``."""
+        super().__init__(allocate, step_nbytes, file)
         self._spilling: Iterator[None] | None = None
         self._no_room_on_disk = False
         self._table = PageTable()
         self._fields: dict[str, FieldBlocks] = {}
-
-    @property
-    def live_nbytes(self) -> int:
-        """Bytes of the values that can still be read."""
-        return sum(field.live_nbytes for field in self._fields.values())
-
-    @property
-    def held_nbytes(self) -> int:
-        """Bytes of all buffers, including dead rows."""
-        return sum(field.held_nbytes for field in self._fields.values())
-
-    @property
-    def spilled_nbytes(self) -> int:
-        """Of ``held_nbytes``, those on disk."""
-        return 0 if self._file is None else sum(field.spilled_nbytes for field in self._fields.values())
-
-    @property
-    def memory_nbytes(self) -> int:
-        """Of ``held_nbytes``, those in memory."""
-        return self.held_nbytes - self.spilled_nbytes
-
-    @property
-    def num_blocks(self) -> int:
-        return sum(field.num_blocks for field in self._fields.values())
-
-    @property
-    def num_values(self) -> int:
-        return sum(field.values for field in self._fields.values())
 
     @property
     def num_samples(self) -> int:
@@ -89,7 +57,7 @@ class BlockStore:
                 covered[positions] = True
             self._table.claim(indexes[covered])
         for name, _, _ in columns:
-            self._fields.setdefault(name, FieldBlocks(self._allocate, self._step_nbytes, self._file))
+            self._fields.setdefault(name, FieldBlocks(self))
         for field in self._fields.values():
             field.grow(self._table.capacity)
         return self._table.find(indexes)
@@ -155,7 +123,7 @@ class BlockStore:
             field.delete(mine)
             self._table.release(mine)
             deleted += len(mine)
-            if not field.values:
+            if field.is_empty:
                 del self._fields[name]
         return deleted
 
@@ -168,7 +136,7 @@ class BlockStore:
     @property
     def is_moving(self) -> bool:
         """Whether ``move`` has work to do."""
-        return self._spilling is not None or any(field.is_moving for field in self._fields.values())
+        return self._spilling is not None or bool(self.moving)
 
     def move(self) -> None:
         """Make one step: of spilling, or else towards at most half of the held bytes being dead."""
@@ -178,10 +146,8 @@ class BlockStore:
             except StopIteration:
                 self._spilling = None
             return
-        for field in self._fields.values():
-            if field.is_moving:
-                field.move()
-                return
+        block, field = next(iter(self.moving.items()))
+        field.move(block)
 
     # ---- spilling ----
 
@@ -191,17 +157,14 @@ class BlockStore:
 
     def start_spilling(self) -> None:
         """Let ``move`` bring the oldest block to the file, if it has room and nothing is on its way there."""
-        if self._file is None or self._spilling is not None or self._no_room_on_disk:
+        if self.file is None or self._spilling is not None or self._no_room_on_disk or not self.in_memory:
             return
-        oldest = [(block.born, field, block) for field in self._fields.values() if (block := field.oldest_in_memory())]
-        if not oldest:
-            return
-        _, field, block = min(oldest, key=lambda each: each[0])
-        target = self._file.allocate(block.column.data.nbytes)
+        block, field = next(iter(self.in_memory.items()))
+        target = self.file.allocate(block.column.data.nbytes)
         if target is None:
             self._no_room_on_disk = True
             return
-        self._spilling = self._spill(self._file, field, block, target)
+        self._spilling = self._spill(self.file, field, block, target)
 
     def _spill(self, file: SpillFile, field: FieldBlocks, block: Block, target: ByteArray) -> Iterator[None]:
         """Copy a block to the file, where readers find it once all of it is there. Yields between steps."""
