@@ -187,21 +187,6 @@ class MooncakeConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class YuanrongConfig:
-    """Not available; the keys are known so that a configuration that has them still loads."""
-
-    auto_init: bool = True
-    worker_port: int = 31501
-    metastore_port: int = 2379
-    enable_yr_npu_transport: bool = False
-    ds_max_workers: int = 1
-    enable_rdma: bool = False
-    ucx_env_vars: dict[str, Any] = field(default_factory=dict)
-    worker_args: str = "--shared_memory_size_mb 8192"
-    zmq_info: Any = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RayStoreConfig:
     """Values in Ray's object store."""
 
@@ -220,7 +205,8 @@ class BackendConfig:
     storage_backend: str = "SimpleStorage"
     SimpleStorage: SharedMemoryConfig = field(default_factory=SharedMemoryConfig)
     MooncakeStore: MooncakeConfig | None = None
-    Yuanrong: YuanrongConfig | None = None
+    Yuanrong: dict[str, Any] | None = None
+    """Not available; its keys are known so that a configuration that has them still loads."""
     RayStore: RayStoreConfig | None = None
 
 

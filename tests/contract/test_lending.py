@@ -33,10 +33,10 @@ class Place:
         self.lent = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (closed with the place)
         self.lent.write(b"lent")
         self.poller = select.poll()
-        self.acts: dict[int, Callable[[float], object]] = {}
+        self.acts: dict[int, Callable[[], object]] = {}
         self.lender = Lender(path, self.attend, self.lent.fileno(), b"hello")
 
-    def attend(self, descriptor: int, ready: Callable[[float], object]) -> Callable[[], None]:
+    def attend(self, descriptor: int, ready: Callable[[], object]) -> Callable[[], None]:
         self.poller.register(descriptor, select.POLLIN)
         self.acts[descriptor] = ready
 
@@ -50,7 +50,7 @@ class Place:
         """Act on what is ready. Returns False where nothing was within the time."""
         ready = self.poller.poll(timeout_s * 1000)
         for descriptor, _ in ready:
-            self.acts[descriptor](0.0)
+            self.acts[descriptor]()
         return bool(ready)
 
     def borrow(self) -> tuple[int, bytes] | None:

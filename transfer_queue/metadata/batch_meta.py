@@ -117,7 +117,7 @@ class BatchMeta(Annotations):
         self._custom_backend_meta = (
             [{} for _ in range(size)] if _custom_backend_meta is None else list(map(dict, _custom_backend_meta))
         )
-        self._padding = list(map(bool, padding_mask)) if padding_mask is not None and any(padding_mask) else None
+        self._padding = [False] * size if padding_mask is None else list(map(bool, padding_mask))
         self.field_schema = normalized(field_schema or {}, size)
         self.extra_info = dict(extra_info or {})
         self._token = token
@@ -156,7 +156,7 @@ class BatchMeta(Annotations):
     @property
     def padding_mask(self) -> list[bool]:
         """True for rows that only repeat a sample to fill the batch: mask them in a loss."""
-        return [False] * len(self.custom_meta) if self._padding is None else list(self._padding)
+        return list(self._padding)
 
     @property
     def group_index(self) -> list[int]:
@@ -286,8 +286,8 @@ class BatchMeta(Annotations):
         part.production_status = np.array(np.asarray(self.production_status)[positions], dtype=np.int8)
         part.custom_meta = list(map(copy_tags, pick(self.custom_meta, positions)))
         part._custom_backend_meta = list(map(dict, pick(self._custom_backend_meta, positions)))
-        part._padding = None if self._padding is None else pick(self._padding, positions)
-        part._tags_as_made = None if self._tags_as_made is None else pick(self._tags_as_made, positions)
+        part._padding = pick(self._padding, positions)
+        part._tags_as_made = pick(self._tags_as_made, positions)
         part.field_schema = take_rows(self.field_schema, positions)
         part.extra_info = dict(self.extra_info)
         part._token = self._token
@@ -295,8 +295,6 @@ class BatchMeta(Annotations):
         part.heads = None if self.heads is None else pick(self.heads, positions)
         part.group_versions = self.group_versions
         part.unread = self.unread
-        if part._padding is not None and not any(part._padding):
-            part._padding = None
         return part
 
     @classmethod
@@ -307,16 +305,12 @@ class BatchMeta(Annotations):
         whole.production_status = np.concatenate([np.asarray(part.production_status, dtype=np.int8) for part in parts])
         whole.custom_meta = [copy_tags(tags) for part in parts for tags in part.custom_meta]
         whole._custom_backend_meta = [dict(row) for part in parts for row in part._custom_backend_meta]
-        whole._padding = None
-        if any(part._padding is not None for part in parts):
-            whole._padding = [filler for part in parts for filler in part.padding_mask]
+        whole._padding = [filler for part in parts for filler in part._padding]
+        whole._tags_as_made = [tags for part in parts for tags in part._tags_as_made]
         whole.heads, whole.group_versions = None, {}
         if any(part.heads is not None for part in parts):
             whole.heads = [head for part in parts for head in part.heads or [-1] * part.size]
             whole.group_versions = {head: version for part in parts for head, version in part.group_versions.items()}
-        whole._tags_as_made = None
-        if any(part._tags_as_made is not None for part in parts):
-            whole._tags_as_made = [tags for part in parts for tags in part._made_tags()]
         whole.field_schema = join_rows(
             [part.field_schema for part in parts], [p.size for p in parts], validate=validate
         )
@@ -397,10 +391,8 @@ class BatchMeta(Annotations):
         mine.production_status &= theirs.production_status
         mine.custom_meta = _merged_rows(mine.custom_meta, theirs.custom_meta)
         mine._custom_backend_meta = _merged_rows(mine._custom_backend_meta, theirs._custom_backend_meta)
-        if theirs._padding is not None:
-            mine._padding = list(map(operator.or_, mine.padding_mask, theirs._padding))
-        if theirs._tags_as_made is not None:
-            mine._tags_as_made = _merged_rows(mine._made_tags(), theirs._tags_as_made)
+        mine._padding = list(map(operator.or_, mine._padding, theirs._padding))
+        mine._tags_as_made = _merged_rows(mine._tags_as_made, theirs._tags_as_made)
         mine.field_schema.update(theirs.field_schema)
         mine.extra_info.update(theirs.extra_info)
         mine._token = _only({mine._token, theirs._token} - {None})
@@ -416,9 +408,11 @@ class BatchMeta(Annotations):
         return {name: getattr(self, name) for name in _ATTRIBUTES}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self._adopt(BatchMeta())  # state of an older version may lack attributes
+        count = len(state["global_indexes"])
+        self._adopt(BatchMeta([0] * count, [""] * count))  # state of an older version may lack attributes
         for name, value in state.items():
-            setattr(self, name, value)
+            if value is not None:
+                setattr(self, name, value)
         # An array unpickled from a shared buffer (Ray) is read-only.
         self.production_status = np.array(self.production_status, dtype=np.int8)
 

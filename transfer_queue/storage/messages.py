@@ -354,31 +354,25 @@ class RowsAnswer(NamedTuple):
     pinned: list[ByteArray]
 
 
-def answer_in_frames(call: int, columns: FieldColumns) -> RowsAnswer:
-    """Send everything in the message."""
-    packer = Packer()
-    for each in columns:
-        packer.add(*each)
-    return RowsAnswer(Rows(call, packer.headers, packer.tables), packer.frames, [])
+def rows_answer(call: int, located: Located, offset_of: OffsetOf | None) -> RowsAnswer:
+    """Answer with extents of the arena, whose rows the reader copies once, and with frames of all that lies elsewhere.
 
-
-def answer_in_place(call: int, located: Located, offset_of: OffsetOf) -> RowsAnswer:
-    """Answer with extents. Rows of blocks in the arena are not copied here: the reader copies them once."""
+    ``offset_of`` None: everything travels in frames.
+    """
     packer, pinned = Packer(), []
     rest: dict[str, list[tuple[WireColumn, IntArray, IntArray]]] = {}
     for field, column, at, rows in located:
-        offset = offset_of(column.data) if column.data.nbytes else -1
+        offset = offset_of(column.data) if offset_of is not None and column.data.nbytes else -1
         run = as_run(rows)
-        chosen = _chosen(column, run) if offset >= 0 or isinstance(rows, slice) else None
-        if chosen is None:
+        if is_copied_here(column, run) or (offset < 0 and not isinstance(rows, slice)):
             assert not isinstance(at, slice)
             assert not isinstance(rows, slice)
             rest.setdefault(field, []).append((column, at, rows))
         elif offset < 0:
-            packer.add(field, at, chosen)
+            packer.add(field, at, column.pick(run))
         else:
             start = column.start_of(run.start) if isinstance(run, slice) else 0
-            packer.add_at(field, as_run(at), chosen, offset + start)
+            packer.add_at(field, as_run(at), column.pick(run), offset + start)
             pinned.append(column.data)
     for field, blocks in rest.items():
         which = np.repeat(np.arange(len(blocks)), [len(at) for _, at, _ in blocks])
@@ -389,13 +383,6 @@ def answer_in_place(call: int, located: Located, offset_of: OffsetOf) -> RowsAns
     return RowsAnswer(Rows(call, packer.headers, packer.tables, bool(pinned)), packer.frames, pinned)
 
 
-def _chosen(column: WireColumn, rows: Positions) -> WireColumn | None:
-    """Select these rows of a block in place; None if they must be copied together here."""
-    if isinstance(rows, slice):
-        return column.slice(rows.start, rows.stop)
-    if column.layout.kind == "objects":
-        return None  # readers decode objects from one contiguous buffer
-    if column.layout.kind == "dense":
-        return WireColumn(column.layout, len(rows), column.data, selection=rows)
-    assert column.row_meta is not None
-    return WireColumn(column.layout, len(rows), column.data, column.row_meta[rows], selection=column.bounds[rows])
+def is_copied_here(column: WireColumn, rows: Positions) -> bool:
+    """Whether these rows of a block in the arena are copied for an answer: readers decode objects from one buffer."""
+    return column.layout.kind == "objects" and not isinstance(rows, slice)

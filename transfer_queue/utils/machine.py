@@ -80,7 +80,7 @@ def open_process(pid: int | None, namespace: int | None) -> int | None:
 
     The caller closes it. A pid of another namespace (another host or container) can't be watched.
     """
-    if pid is None or namespace is None or namespace != pid_namespace() or not hasattr(os, "pidfd_open"):
+    if pid is None or namespace is None or namespace != pid_namespace():
         return None
     try:
         return os.pidfd_open(pid)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from unit_kit import LoneUnit, UnitReply
 
 from transfer_queue.protocol import Failed, Reply, Request, pack_indexes
 from transfer_queue.storage.messages import (
@@ -27,13 +28,12 @@ from transfer_queue.storage.messages import (
     whole_pages,
 )
 from transfer_queue.storage.unit.arena import Arena
-from transfer_queue.storage.unit.unit import StorageUnit, UnitReply
 from transfer_queue.storage.wire import ByteArray, Layout, WireColumn, dense_layout
 
 PAGE = PAGE_NBYTES
 
 
-class ArenaUnit(StorageUnit):
+class ArenaUnit(LoneUnit):
     """A unit that keeps all values in its arena."""
 
     def __init__(self, pages: int | None = None, arena_pages: int = 256) -> None:
@@ -148,7 +148,7 @@ def refused(answer: Reply, fragment: str, code: str = "ProtocolError") -> None:
     assert fragment in answer.text
 
 
-def of_arena(unit: StorageUnit) -> tuple[int, int, int]:
+def of_arena(unit: LoneUnit) -> tuple[int, int, int]:
     """(pages in use, pages leased, pins)."""
     stats = unit.stats()
     return stats.arena_nbytes // PAGE, stats.leased_nbytes // PAGE, stats.pins

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from unit_kit import LoneUnit
 
 from transfer_queue.protocol import Done, Request, pack_indexes
 from transfer_queue.storage.messages import (
@@ -22,7 +23,6 @@ from transfer_queue.storage.messages import (
     Write,
     Written,
 )
-from transfer_queue.storage.unit.unit import StorageUnit
 from transfer_queue.storage.wire import dense_layout
 
 WRITER = "writer"
@@ -33,14 +33,14 @@ def packed(*indexes: int) -> bytes:
     return pack_indexes(np.array(indexes, np.int64))
 
 
-def asked(unit: StorageUnit, request: Request, frames: Sequence[Any] = (), client: str = WRITER) -> Any:
+def asked(unit: LoneUnit, request: Request, frames: Sequence[Any] = (), client: str = WRITER) -> Any:
     (answer,) = unit.handle(client, request, [memoryview(frame) for frame in frames], now=0.0)
     return answer.reply
 
 
-def written(indexes: Sequence[int]) -> StorageUnit:
+def written(indexes: Sequence[int]) -> LoneUnit:
     """A unit with an uncommitted write of one byte for each of these indexes."""
-    unit = StorageUnit()
+    unit = LoneUnit()
     part = ColumnHeader("x", dense_layout("uint8", 1, (1,)), len(indexes), nbytes=len(indexes))
     write = Write(WRITE, packed(*indexes), Columns([part]))
     assert asked(unit, write, [bytes(indexes)]) == Written(WRITE)

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of one size: runs of positions, and copying from any rows to any rows, against plain indexing."""
+"""Rows of one size: copying from any rows to any rows, against plain indexing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transfer_queue.storage.copying import AT_ONCE, copy_rows, runs
+from transfer_queue.storage.copying import AT_ONCE, copy_rows
 
 BYTES = np.random.default_rng(0).integers(0, 256, 40 * 40_000 + 8, np.uint8)
 ROW_NBYTES = st.one_of(
@@ -51,19 +50,6 @@ def runs_of_numbers(draw: st.DrawFn, stop: int, most: int) -> list[int]:
         first = draw(st.integers(0, stop - 1))
         numbers += range(first, min(stop, first + draw(st.integers(1, 8))))
     return numbers[:most]
-
-
-@settings(max_examples=100, deadline=None, print_blob=True)
-@given(at=st.lists(st.integers(0, 30), max_size=20))
-def test_runs_are_the_positions_cut_where_they_jump(at):
-    starts, stops = runs(np.array(at, np.int64))
-    cut = [list(range(start, stop)) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
-    assert [n for run in cut for n in run] == at
-    assert all(after[0] != before[-1] + 1 for before, after in pairwise(cut))
-
-
-def test_a_slice_is_one_run():
-    assert [edges.tolist() for edges in runs(slice(3, 9))] == [[3], [9]]
 
 
 @settings(max_examples=120, deadline=None, print_blob=True)

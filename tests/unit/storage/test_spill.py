@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unit_kit import LoneUnit
 
 from transfer_queue.calls import Turn
 from transfer_queue.errors import ConfigError
@@ -36,7 +37,6 @@ from transfer_queue.storage.messages import (
 from transfer_queue.storage.pack import encode_rows
 from transfer_queue.storage.unit.arena import Arena
 from transfer_queue.storage.unit.spill import FOLDER, SPILL_STEP_NBYTES, SpillFile
-from transfer_queue.storage.unit.unit import StorageUnit
 from transfer_queue.storage.wire import WireColumn, dense_layout
 
 KIB = 1024
@@ -49,7 +49,7 @@ class Spiller:
     def __init__(self, directory: Path, memory: int, disk: int, with_arena: bool = False) -> None:
         self.file = SpillFile(directory, disk)
         arena = Arena(64 * MIB) if with_arena else None
-        self.unit = StorageUnit("u0", memory, arena, file=self.file)
+        self.unit = LoneUnit("u0", memory, arena, file=self.file)
         self.unit.calls.turn = Turn(itertools.count(step=1.0).__next__)
         self.memory, self.calls, self.now = memory, 0, 0.0
         self.values: dict[int, bytes] = {}

@@ -7,6 +7,7 @@ import itertools
 
 import numpy as np
 import pytest
+from unit_kit import LoneUnit, UnitReply
 
 from transfer_queue.calls import Turn
 from transfer_queue.protocol import Done, Failed, Reply, Request, pack_indexes
@@ -26,7 +27,6 @@ from transfer_queue.storage.messages import (
     Written,
 )
 from transfer_queue.storage.unit.field_blocks import STEP_NBYTES
-from transfer_queue.storage.unit.unit import StorageUnit, UnitReply
 from transfer_queue.storage.wire import WireColumn, dense_layout, ragged_layout
 
 KIB = 1024
@@ -35,7 +35,7 @@ KIB = 1024
 class Asker:
     """Sends to one unit; its calls are numbered from 1. Answers are (client, answer)."""
 
-    def __init__(self, unit: StorageUnit) -> None:
+    def __init__(self, unit: LoneUnit) -> None:
         self.unit = unit
         self.calls = 0
 
@@ -80,7 +80,7 @@ def answers(replies: list[UnitReply]) -> list[tuple[str, Reply]]:
 
 @pytest.fixture
 def small() -> Asker:
-    return Asker(StorageUnit("u0", capacity_bytes=100 * KIB))
+    return Asker(LoneUnit("u0", capacity_bytes=100 * KIB))
 
 
 def test_each_request_is_answered_once_under_its_own_number(small):
@@ -186,7 +186,7 @@ def short_turns() -> Turn:
 
 
 def test_a_large_block_that_is_mostly_dead_is_moved_in_turns_of_its_own_with_requests_between():
-    asker, kib = Asker(StorageUnit("u0")), 256
+    asker, kib = Asker(LoneUnit("u0")), 256
     asker.unit.calls.turn = short_turns()
     numbers = np.repeat(np.arange(64, dtype=np.uint8), kib * KIB)
     asker.put(range(64), WireColumn(dense_layout("uint8", 1, (kib * KIB,)), 64, numbers))
@@ -207,7 +207,7 @@ def test_a_large_block_that_is_mostly_dead_is_moved_in_turns_of_its_own_with_req
 @pytest.fixture
 def filled() -> Asker:
     """Full but for the dead rows of a large block: too few of them for it to be moved by itself."""
-    asker, nbytes = Asker(StorageUnit("u0", capacity_bytes=64 * 256 * KIB)), 256 * KIB
+    asker, nbytes = Asker(LoneUnit("u0", capacity_bytes=64 * 256 * KIB)), 256 * KIB
     asker.unit.calls.turn = short_turns()
     asker.put(range(64), WireColumn(dense_layout("uint8", 1, (nbytes,)), 64, np.zeros(64 * nbytes, np.uint8)))
     asker.delete(*range(16))
@@ -215,7 +215,7 @@ def filled() -> Asker:
     return asker
 
 
-def taken(unit: StorageUnit) -> tuple[int, int]:
+def taken(unit: LoneUnit) -> tuple[int, int]:
     """(bytes of stored values, bytes of uncommitted writes)"""
     return unit.stats().held_nbytes, unit.stats().uncommitted_nbytes
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from unit_kit import LoneUnit, UnitReply
 
 from tests.unit.storage.arena_kit import PAGE, ArenaClient, ArenaUnit, indexes_of, of_arena, refused, row_layout
 from transfer_queue.protocol import pack_indexes
 from transfer_queue.storage.messages import ColumnHeader, Columns, Deleted, LeasedMemory, Write, Written
-from transfer_queue.storage.unit.unit import StorageUnit, UnitReply
 from transfer_queue.storage.wire import ragged_layout
 
 
@@ -129,7 +129,7 @@ def test_where_the_arena_has_no_such_range_the_answer_says_so():
 
 def test_a_unit_without_an_arena_leases_nothing(me):
     lease = me.lease(4)
-    assert StorageUnit("u1").handle("me", lease, [], 0.0) == [UnitReply("me", LeasedMemory(lease.id, -1))]
+    assert LoneUnit("u1").handle("me", lease, [], 0.0) == [UnitReply("me", LeasedMemory(lease.id, -1))]
 
 
 # ---- a write cuts its parts out of its lease ----

@@ -168,13 +168,12 @@ class SharedMemoryManager(StorageManager):
         return data
 
     async def get_data(self, metadata: HasRows) -> TensorDict:
-        units = getattr(metadata, "units", None)
-        if units is None and self.front is None and not self._units.is_fixed:
+        if self.front is None and not self._units.is_fixed:
             raise InvalidRequestError(
                 "the queue has several storage units, and this metadata does not say which of them hold the values: "
                 "use the client's get_data()."
             )
-        return await self.read(metadata, units, None)
+        return await self.read(metadata, None, None)
 
     async def read(self, metadata: HasRows, units: Places | None, layout: str | None) -> TensorDict:
         return await self.get_rows(metadata.global_indexes, metadata.field_names, layout, units)
@@ -189,7 +188,7 @@ class SharedMemoryManager(StorageManager):
         layout: str | None = None,
         units: Places | None = None,
     ) -> TensorDict:
-        """See ``StorageManager.get_rows``. ``units``: by field, where the rows lie; None: all in unit 0."""
+        """``read`` without metadata. ``units``: by field, where the rows lie; None: all in unit 0."""
         from transfer_queue.storage.unpack import check_layout, unpack
 
         layout = layout or self.layout

@@ -27,7 +27,7 @@ from transfer_queue.storage.messages import (
 )
 from transfer_queue.storage.shm.choose import UnitDirectory
 from transfer_queue.storage.shm.connect import UnitConnection, decide_paths
-from transfer_queue.storage.wire import IntArray, cut
+from transfer_queue.storage.wire import IntArray
 from transfer_queue.transport.session import Session
 
 if TYPE_CHECKING:
@@ -83,12 +83,11 @@ class UnitWrite:
         for name, column in self._columns.items():
             nbytes = self._sizes.get(name)
             if nbytes is not None and self.lease_call and self._arena is not None:
-                stored = column.stored_in(self._arena.view(offset, nbytes), self._rows, self._count, copy)
+                stored = column.stored_in(self._arena.view(offset, nbytes), self._rows, copy)
                 packer.add_at(name, slice(0, self._count), stored, offset)
                 offset += whole_pages(nbytes)
                 continue
-            for where, rows in cut(column.wire_column(), self._rows):
-                packer.add(name, where, rows)
+            packer.add(name, slice(0, self._count), column.wire_column().slice(self._rows.start, self._rows.stop))
         return Columns(packer.headers, packer.tables, self.lease_call), packer.frames
 
 

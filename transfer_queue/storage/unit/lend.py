@@ -7,19 +7,18 @@ import contextlib
 import errno
 import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from transfer_queue.storage.messages import FILE_SUFFIX, arena_path
 from transfer_queue.storage.unit.arena import Arena
 from transfer_queue.storage.unit.spill import SpillFile
-from transfer_queue.transport.base import Outgoing, Ready
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.utils.logging_utils import get_logger
 
 _BACKLOG = 512
 _log = get_logger(__name__)
 
-Attend = Callable[[int, Ready], Callable[[], object]]
+Attend = Callable[[int, Callable[[], None]], Callable[[], object]]
 
 
 class Lender:
@@ -51,17 +50,16 @@ class Lender:
         with contextlib.suppress(OSError):  # its directory has been removed
             os.unlink(self._path)
 
-    def _lend(self, now: float) -> Iterable[Outgoing]:
+    def _lend(self) -> None:
         try:
             connection, _ = self._door.accept()
         except OSError as error:  # the client has left, or no descriptor is free
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._refuse()
-            return ()
+            return
         with connection, contextlib.suppress(OSError):  # the client has left
             connection.setblocking(False)
             socket.send_fds(connection, [self._greeting], [self._descriptor])
-        return ()
 
     def _refuse(self) -> None:
         """Accept and close one connection with the spare descriptor; otherwise the loop would report it forever.
@@ -92,7 +90,7 @@ def lend_arena(server: SocketServer, file: SpillFile | None = None) -> Arena | N
         arena = _lent(server, path, Arena())
         if file is not None:
             _lent(server, path + FILE_SUFFIX, file)
-    except OSError as error:  # no memfd_create, or a limit on addresses
+    except OSError as error:  # such as a limit on addresses
         _log.warning("%s shares no memory (%s): values travel as frames, which is slower", server.address, error)
         return None
     return arena
