@@ -61,6 +61,7 @@ class SharedMemoryManager(StorageManager):
     """
 
     clears_by_field = False
+    servers_delete = True
 
     def __init__(self, session: Session | ZMQServerInfo, config: Mapping[str, Any]) -> None:
         super().__init__(session, config)
