@@ -89,23 +89,24 @@ class _Queue:
         self._admits = False
 
     def add_due(self, wait: Wait) -> None:
-        wait.due = True
-        heapq.heappush(self._due if wait.rank > self._cursor else self._next_pass, (wait.rank, wait))
+        if not wait.due:
+            wait.due = True
+            heapq.heappush(self._due if wait.rank > self._cursor else self._next_pass, (wait.rank, wait))
 
     def first_changed(self) -> None:
         """Another wait may have its turn now."""
         if self.room is not None:
             self._admits = True
-        elif self.waits and not self.waits[0].due:
+        elif self.waits:
             self.add_due(self.waits[0])
 
     def next(self) -> tuple[Wait, bool] | None:
         """The next wait to be examined, and whether it has its turn."""
         while self._due or self._next_pass:
             if not self._due:
-                self._due, self._next_pass, self._cursor = self._next_pass, self._due, _FRONT
+                self._due, self._next_pass = self._next_pass, self._due
             wait = heapq.heappop(self._due)[1]
-            if wait.due and not wait.done:
+            if not wait.done:
                 wait.due, self._cursor = False, wait.rank
                 return wait, self.room is None and self.waits[0] is wait
         self._cursor = _FRONT
@@ -113,12 +114,10 @@ class _Queue:
 
     def _fitting(self) -> tuple[Wait, bool] | None:
         assert self.room is not None
-        allowed = free = self.room()  # allowed: what may still overtake all of those in front
+        allowed = self.room()  # what is free, and may still overtake all of those in front
         in_front: list[Wait] = []
         for wait in self.waits:
-            if allowed < 0:
-                break
-            if wait.size <= min(free, allowed):
+            if wait.size <= allowed:
                 for other in in_front:
                     other.overtaken += wait.size
                 return wait, True
@@ -223,8 +222,7 @@ class Waits:
 
     def examine(self, wait: Wait) -> None:
         """This wait is examined in this turn or a later one."""
-        if not wait.due:
-            self._queues[wait.queue].add_due(wait)
+        self._queues[wait.queue].add_due(wait)
         self._active[wait.queue] = None
 
     def resize(self, wait: Wait, size: int) -> None:

@@ -167,6 +167,15 @@ def test_the_next_one_has_its_turn_when_the_first_is_answered_or_cancelled():
     assert (room.go_on(), room.examined) == ("", "ABC")
 
 
+def test_one_that_is_cancelled_when_it_was_woken_is_not_examined():
+    room = Room()
+    for name in "abc":
+        room.park(name)
+    room.calls.waits.wake(("q",))
+    room.calls.cancel("c", ord("b"))
+    assert (room.go_on(), room.examined) == ("", "Ac")
+
+
 def test_a_lower_order_is_in_front_of_those_that_came_before_it():
     room = Room()
     for name, order in [("a", 2.0), ("b", 1.0), ("c", 1.0)]:
