@@ -307,5 +307,5 @@ class Clients:
             self.deliver("", 0, got(self.front.expire(self.now)))
             self.rest()
         self.now = until
-        late = [call for call in self.waiting.values() if call.since + 2 * call.wait_s < self.now]
-        assert not late, "it waits too long"  # twice: for a save, and then for room
+        late = [call for call in self.waiting.values() if call.since + call.wait_s < self.now]
+        assert not late, "it waits too long"
