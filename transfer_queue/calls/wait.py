@@ -86,7 +86,6 @@ class _Queue:
         self._due: _Due = []
         self._next_pass: _Due = []
         self._cursor = _FRONT
-        self._admits = False
 
     def add_due(self, wait: Wait) -> None:
         if not wait.due:
@@ -94,10 +93,8 @@ class _Queue:
             heapq.heappush(self._due if wait.rank > self._cursor else self._next_pass, (wait.rank, wait))
 
     def first_changed(self) -> None:
-        """Another wait may have its turn now."""
-        if self.room is not None:
-            self._admits = True
-        elif self.waits:
+        """Another wait may have its turn now. With sizes, that is looked for whenever nothing is due."""
+        if self.room is None:
             self.add_due(self.waits[0])
 
     def next(self) -> tuple[Wait, bool] | None:
@@ -110,11 +107,10 @@ class _Queue:
                 wait.due, self._cursor = False, wait.rank
                 return wait, self.room is None and self.waits[0] is wait
         self._cursor = _FRONT
-        return self._fitting() if self._admits else None
+        return None if self.room is None else self._fitting(self.room)
 
-    def _fitting(self) -> tuple[Wait, bool] | None:
-        assert self.room is not None
-        allowed = self.room()  # what is free, and may still overtake all of those in front
+    def _fitting(self, room: Callable[[], int]) -> tuple[Wait, bool] | None:
+        allowed = room()  # what is free, and may still overtake all of those in front
         in_front: list[Wait] = []
         for wait in self.waits:
             if wait.size <= allowed:
@@ -123,9 +119,8 @@ class _Queue:
                 return wait, True
             in_front.append(wait)
             allowed = min(allowed, wait.size - wait.overtaken)
-        if self.waits and self._make_room is not None and self._make_room():
-            return self._fitting()
-        self._admits = False
+        if self._make_room is not None and self._make_room():
+            return self._fitting(room)
         return None
 
 
@@ -165,19 +160,16 @@ class Waits:
         self.count += 1
         heapq.heappush(self._deadlines, (wait.deadline, wait.rank[1], wait))
         if len(self._deadlines) > 64 + 2 * self.count:
-            self._deadlines = [entry for entry in self._deadlines if not entry[2].done and not entry[2].late]
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].done]
             heapq.heapify(self._deadlines)
         if wait.due:
             wait.due = False
             self.examine(wait)
         if queue.room is not None:
-            queue.first_changed()
             self._active[wait.queue] = None
 
     def remove(self, wait: Wait) -> None:
         """It was answered, or is not needed any more. The next one of its queue may have its turn."""
-        if wait.done:
-            return
         wait.done = True
         self.count -= 1
         queue = self._queues[wait.queue]
@@ -227,10 +219,8 @@ class Waits:
 
     def resize(self, wait: Wait, size: int) -> None:
         """It takes so much room now."""
-        if size != wait.size:
-            wait.size = size
-            self._queues[wait.queue].first_changed()
-            self._active[wait.queue] = None
+        wait.size = size
+        self._active[wait.queue] = None
 
     def decide(self, group: Name, answer: Decide) -> None:
         """The waits of the queues whose names begin so get this answer."""
