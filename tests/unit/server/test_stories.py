@@ -298,7 +298,7 @@ class Story(Clients):
         for key in [key for key in self.pinned if key[0] == who]:
             rows, frames, samples, expected = self.pinned.pop(key)
             assert self.rows(rows, frames, samples) == expected
-            self.send(who, m.Release(self.number(who), [key[1]]), tells=True)
+            self.send(who, m.Release(self.number(who), [key[1]]), received=[key[1]], tells=True)
 
     def reads(self, who: str) -> None:
         """The values of the batches that came without them."""
