@@ -91,8 +91,6 @@ class SpillConfig:
     """
     threshold_bytes: int = 64 << 10
     """Smaller blocks stay in memory. A block is one field of one put."""
-    glibc_mmap_threshold_bytes: int = 1 << 20
-    """It changes nothing; configurations of TransferQueue 0.1 have it."""
 
     def most_bytes(self) -> int | None:
         """Most bytes on disk of all units; None: half of what is free."""
@@ -149,15 +147,9 @@ class SharedMemoryConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MooncakeOffloadConfig:
-    """Values that Mooncake itself keeps on disk. Its master and client take these as they are."""
+    """Values that Mooncake itself keeps on disk. config.yaml has more keys, which change nothing."""
 
     enabled: bool = False
-    file_storage_path: str | None = None
-    """None: ``mooncake_offload`` in the system's temporary directory."""
-    local_buffer_size_bytes: int = 2 << 30
-    use_uring: bool = False
-    heartbeat_interval_seconds: int = 2
-    client_port: int = 42052
     eviction_high_watermark_ratio: float = 0.9
     eviction_ratio: float = 0.1
 
@@ -181,23 +173,7 @@ class MooncakeConfig:
     device_name: str = ""
     hard_pin: bool | None = None
     """True: values are never evicted. None: as long as ``offload`` is off."""
-    use_gdr: bool = False
-    gdr_staging_buffer_mb: int = 1024
     offload: MooncakeOffloadConfig = field(default_factory=MooncakeOffloadConfig)
-    zmq_info: Any = None
-    """The addresses of the units, which hold references; filled by init()."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RayStoreConfig:
-    """Values in Ray's object store."""
-
-    address: str | None = None
-    """The Ray cluster's address; filled by init()."""
-    actor: str | None = None
-    """The name of the actor that owns the values; filled by init()."""
-    zmq_info: Any = None
-    """The addresses of the units, which hold references; filled by init()."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,7 +185,8 @@ class BackendConfig:
     MooncakeStore: MooncakeConfig | None = None
     Yuanrong: dict[str, Any] | None = None
     """Not available; its keys are known so that a configuration that has them still loads."""
-    RayStore: RayStoreConfig | None = None
+    RayStore: dict[str, Any] | None = None
+    """Values in Ray's object store. All of it is filled by init()."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
