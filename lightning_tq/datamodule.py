@@ -37,6 +37,7 @@ from lightning_tq.topology import Rank, Topology, run_on_every_rank, run_on_rank
 from lightning_tq.trainer_compat import (
     callbacks_of,
     check_shares,
+    check_slots,
     ignore_harmless_warnings,
     keeps_checkpoints,
     refuse_finders,
@@ -214,6 +215,7 @@ class TQDataModule(LightningDataModule):
         topology = trainer_topology(trainer, self._dp_rank, self._dp_size)
         streams = stage_streams(entry, self._streams)
         check_shares(trainer, streams)
+        check_slots(trainer, streams)
         self._group = ProducerGroup(self._producers) if trainer.is_global_zero else None
         shared = run_on_rank_zero(trainer, lambda: self._prepare(entry, topology, streams))
         rank_zero_info(f"Queue: {shared.address} (watch it with: lightning-tq status --watch {shared.address})")
