@@ -81,6 +81,7 @@ class TransferQueueClient(AsyncTransferQueueClient):
     lease = blocking(AsyncTransferQueueClient.async_lease)
     leases = AsyncTransferQueueClient.leases
     advance = blocking(AsyncTransferQueueClient.async_advance)
+    note_trained = blocking(AsyncTransferQueueClient.async_note_trained)
     retry_groups = blocking(AsyncTransferQueueClient.async_retry_groups)
     reject_groups = blocking(AsyncTransferQueueClient.async_reject_groups)
     get_heads = blocking(AsyncTransferQueueClient.async_get_heads)

@@ -237,6 +237,7 @@ def to_meta(batch: Batch) -> BatchMeta:
     )
     if batch.heads is not None and count:
         meta.heads, meta.group_versions = unpack_indexes(batch.heads).tolist(), batch.versions
+        meta.most_rows = batch.most_rows
     if count:  # set directly, because these entries are new and already normalized
         meta.field_schema = {name: _to_entry(spec, count) for name, spec in batch.fields.items()}
     return meta

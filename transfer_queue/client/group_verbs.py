@@ -231,6 +231,17 @@ class GroupVerbs(Gets, Puts, ClientBase):
         """
         await self.session.ask(p.Advance, p.Done, partition, version, resumed)
 
+    async def async_note_trained(self, partition: str, task_name: str, before: int, dp_rank: int = 0) -> None:
+        """Say that the steps with a reader's batches below ``before`` are done: the slots of their groups are free.
+
+        Loaders do so. A reader that asks for one batch after the other needs not, as its next fetch says the same.
+        Batches may be asked for again until they are acknowledged.
+
+        Examples:
+            >>> client.note_trained("train", "update_actor", before=1)
+        """
+        await self.session.ask(p.Trained, p.Done, partition, task_name, before, dp_rank)
+
     async def async_retry_groups(self, partition: str, where: str | None = None) -> int:
         """Make groups that failed, expired, were rejected or got stale wait again, as if they were new.
 

@@ -92,11 +92,15 @@ class Tasks:
             raise InvalidRequestError(f"dp_size must be at least 1, got {request.dp_size}.")
         if request.tail is not None and request.tail not in TAIL_POLICIES:
             raise InvalidRequestError(f"tail must be one of {', '.join(TAIL_POLICIES)}, got {request.tail!r}.")
-        task = self.get(request.task)
+        task, sampler = self.get(request.task), None
         if request.sampler is not None and request.sampler != task.spec:
             with foreign(f"the sampler of task {request.task!r}"):
-                task.sampler = resolve(request.sampler, self._allowed_modules)
-            task.spec = request.sampler
+                sampler = resolve(request.sampler, self._allowed_modules)
+        own = sampler or task.sampler
+        if isinstance(own, GroupSampler):
+            own.check_tail(request.tail or task.tail)
+        if sampler is not None:
+            task.sampler, task.spec = sampler, request.sampler
         task.dp_size = request.dp_size if request.dp_size is not None else task.dp_size
         task.tail = request.tail or task.tail
         self._tasks[request.task] = task

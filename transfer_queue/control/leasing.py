@@ -249,6 +249,14 @@ def advance(state: PlaneState, call: Call, request: p.Advance) -> p.Reply:
     return p.Done(request.id)
 
 
+def trained(state: PlaneState, call: Call, request: p.Trained) -> p.Reply:
+    """The slots of what a reader has trained are free."""
+    partition = state.partitions.get(request.partition)
+    if partition is not None:
+        group_work.heard_of_trained(state, partition, request.task, request.dp_rank, request.before)
+    return p.Done(request.id)
+
+
 def _is_of(partition: str, name: str) -> bool:
     return partition == name or fnmatchcase(partition, name)
 

@@ -55,6 +55,7 @@ _VERBS: dict[type[p.Request], Callable[[PlaneState, Call, Any], p.Reply | Wait |
     p.EndLease: leasing.end_lease,
     p.RenewLeases: leasing.renew,
     p.Advance: leasing.advance,
+    p.Trained: leasing.trained,
     p.RetryGroups: leasing.retry,
     p.RejectGroups: leasing.reject,
     p.GetStats: queries.stats,

@@ -41,8 +41,11 @@ def check_fetch(fetch: Fetch, task: Task) -> int | None:
     """
     if not fetch.fields:
         raise InvalidRequestError("a fetch must name at least one field, got data_fields=[].")
-    if fetch.batch_size < 1:
-        raise InvalidRequestError(f"batch_size must be at least 1, got {fetch.batch_size}.")
+    if fetch.batch_size < 1 and not (fetch.batch_size == 0 and isinstance(task.sampler, GroupSampler)):
+        raise InvalidRequestError(
+            f"task {task.name!r} needs a batch_size: batch_size must be at least 1, got {fetch.batch_size}. Only a "
+            f"task with a GroupSampler does without it."
+        )
     if math.isnan(fetch.wait_s):
         raise InvalidRequestError("a fetch must say how many seconds it waits, got NaN.")
     for name in _FROM_0:
@@ -386,7 +389,11 @@ class ServedFetch:
 
     def _entry_batch(self, entry: Entry, rows: Rows) -> Batch:
         self.consumer.ledger.took(entry.key)
-        return self._batch(entry.indexes, rows, entry.token, entry.key[1], entry.padding)
+        batch = self._batch(entry.indexes, rows, entry.token, entry.key[1], entry.padding)
+        if self._dp_size in (None, 1) or self._groups is None:
+            return batch
+        known = (self.consumer.ledger.get((rank, entry.key[1])) for rank in range(self._dp_size))
+        return msgspec.structs.replace(batch, most_rows=max(len(own.indexes) for own in known if own is not None))
 
     def _end(self, draw: Draw, now: float) -> Batch | Ended | None:
         """Decide whether a round that can't be filled now will ever be.

@@ -65,6 +65,7 @@ class BatchMeta(Annotations):
         "field_schema",
         "group_versions",
         "heads",
+        "most_rows",
         "partition_ids",
         "production_status",
         "unread",
@@ -78,6 +79,7 @@ class BatchMeta(Annotations):
     _batch_index: int | None
     heads: list[int] | None  # by row, its group's own row; -1: no group; None: no row has a group
     group_versions: dict[int, int]  # by head, the policy version of its first lease
+    most_rows: int  # the most rows that a rank got of the round of whole groups that this is one of; 0: unknown
     unread: tuple[UnreadBatch, ...]  # the batches of these rows that the queue keeps until they are read
 
     def __init__(
@@ -122,7 +124,7 @@ class BatchMeta(Annotations):
         self.extra_info = dict(extra_info or {})
         self._token = token
         self._batch_index = batch_index
-        self.heads, self.group_versions = None, {}
+        self.heads, self.group_versions, self.most_rows = None, {}, 0
         self.unread = ()
         self.mark_custom_meta_clean()
 
@@ -293,7 +295,7 @@ class BatchMeta(Annotations):
         part._token = self._token
         part._batch_index = self._batch_index
         part.heads = None if self.heads is None else pick(self.heads, positions)
-        part.group_versions = self.group_versions
+        part.group_versions, part.most_rows = self.group_versions, 0
         part.unread = self.unread
         return part
 
@@ -307,7 +309,7 @@ class BatchMeta(Annotations):
         whole._custom_backend_meta = [dict(row) for part in parts for row in part._custom_backend_meta]
         whole._padding = [filler for part in parts for filler in part._padding]
         whole._tags_as_made = [tags for part in parts for tags in part._tags_as_made]
-        whole.heads, whole.group_versions = None, {}
+        whole.heads, whole.group_versions, whole.most_rows = None, {}, 0
         if any(part.heads is not None for part in parts):
             whole.heads = [head for part in parts for head in part.heads or [-1] * part.size]
             whole.group_versions = {head: version for part in parts for head, version in part.group_versions.items()}
@@ -419,7 +421,7 @@ class BatchMeta(Annotations):
 
 _ATTRIBUTES = (*Annotations.__slots__, *BatchMeta.__slots__)
 # Not the snapshot of the tags and the unread batches: they say how the batch came about, not what it is.
-_COMPARED = tuple(name for name in _ATTRIBUTES if name not in ("_tags_as_made", "unread"))
+_COMPARED = tuple(name for name in _ATTRIBUTES if name not in ("_tags_as_made", "most_rows", "unread"))
 
 
 def _status(status: Any, size: int) -> NDArray[np.int8]:

@@ -93,6 +93,15 @@ class Advance(Request, frozen=True):
     resumed: bool = False
 
 
+class Trained(Request, frozen=True):
+    """A reader's steps with its batches below ``before`` are done. It may still ask for them, until they are acked."""
+
+    partition: str
+    task: str
+    before: Position
+    dp_rank: Position = 0
+
+
 class RetryGroups(Request, frozen=True):
     """Groups that have left, and whose heads match the filter, are waiting again. Done with their number."""
 

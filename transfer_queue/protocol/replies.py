@@ -50,7 +50,7 @@ class Batch(Reply, frozen=True):
     """Samples and what is known of them. ``padding`` marks rows that repeat others to fill a round (uint8).
 
     ``heads``: by row the index of its group's head, -1 for a sample without a group; None: the partition has no groups.
-    ``versions``: by head, the policy version of its first lease.
+    ``versions``: by head, the policy version of its first lease. ``most_rows``: of a rank's batch in a round of groups.
     ``more``: this is a page of a Describe, and not the last one. ``partial``, of samples that were named by their keys:
     fields that some of them have and others lack.
     """
@@ -68,6 +68,7 @@ class Batch(Reply, frozen=True):
     partial: list[str] = []
     heads: bytes | None = None
     versions: dict[int, int] = {}
+    most_rows: int = 0
 
     @property
     def lies_in_front(self) -> bool:

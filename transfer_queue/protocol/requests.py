@@ -20,6 +20,7 @@ from transfer_queue.protocol.group_requests import (
     RetryGroups,
     Role,
     Terms,
+    Trained,
 )
 from transfer_queue.protocol.request_parts import (
     Call,
@@ -475,7 +476,7 @@ AnyRequest = (
     Hello | Goodbye | CreatePartition | SealPartition | RegisterTask | Reserve | CheckFields | Publish | Insert | Fetch
     | Cancel | Ack | Describe | ConsumptionStatus | FieldStatus | ResetConsumption | SetTags | ClearSamples
     | ClearConsumed | ClearPartition | ListPartitions | ResolveKeys | Put | KeysOf | ListKeys | WatchKeys | WaitKeys
-    | ForgetTask | ExpectProducers | LeaseGroups | EndLease | RenewLeases | Advance | RetryGroups
+    | ForgetTask | ExpectProducers | LeaseGroups | EndLease | RenewLeases | Advance | Trained | RetryGroups
     | RejectGroups | GetStats | EvictClient | JoinUnit | ListLost | ListUnits | WatchRun | LeaveRun
     | Freeze | ReadFrozen | Thaw | Stage | RestorePart | Restore
 )  # fmt: skip

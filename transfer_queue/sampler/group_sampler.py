@@ -47,7 +47,7 @@ class GroupSampler(RoundSampler):
     """Draws ``groups`` whole groups per step, and admits so many leases that they are trained young enough.
 
     At most ``oversample * (ahead + 1) * groups`` groups hold a slot: they are leased, closed, ready, or drawn and not
-    trained yet. ``batch_size`` of a fetch has no effect.
+    trained yet. A fetch needs no ``batch_size``, and one has no effect.
 
     Args:
         groups: Per step, over all data-parallel ranks.
@@ -125,6 +125,14 @@ class GroupSampler(RoundSampler):
             raise SamplerError(
                 f"groups ({self.groups}, over all ranks) must be a multiple of dp_size ({dp_size}), so that every rank "
                 f"gets as many."
+            )
+
+    def check_tail(self, tail: str | None) -> None:
+        """Raise SamplerError for a tail policy that would tear groups apart."""
+        if tail == "pad":
+            raise SamplerError(
+                "tail='pad' repeats rows to fill a round, and a row that is repeated would count twice in what is "
+                "computed over its group. A GroupSampler takes 'drop' or 'uneven_ok'."
             )
 
     def sample(self, ready_indexes: Sequence[int], batch_size: int, *args: Any, **kwargs: Any) -> Picked:
