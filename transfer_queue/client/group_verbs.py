@@ -81,6 +81,11 @@ class GroupVerbs(Gets, Puts, ClientBase):
             >>> len(client.lease("train", 8))  # the budget is two steps of two groups
             4
         """
+        if not self.storage_manager.servers_delete:
+            raise InvalidRequestError(
+                f"groups need the storage backend SimpleStorage, because servers delete what has been trained; "
+                f"{type(self.storage_manager).__name__} keeps values where only clients can delete them."
+            )
         rows = as_tensordict(heads)
         count = int(rows.batch_size[0])
         if not count:

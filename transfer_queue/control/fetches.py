@@ -95,6 +95,8 @@ class _Reader:
         if isinstance(reply, p.Batch) and fetch.batch_index is None:
             for each in served.holdings(state, reply):
                 state.calls.hold(self._call, each)
+            if reply.batch_index is None and partition.groups is not None:
+                group_work.reads(state, self._call)
         if reply is None:
             _wake_in_time(state, self._line, served.decided_by_time(now))
             reply = self._producers_lost(now)

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from transfer_queue import protocol as p
-from transfer_queue.calls import Call, Effect, Holding, Steps, Until, Wait
+from transfer_queue.calls import Call, Effect, Holding, Steps, Until, Wait, replied
 from transfer_queue.control import group_work
 from transfer_queue.control.group_record import check_tags, check_terms
 from transfer_queue.control.partition import Partition
@@ -162,7 +162,7 @@ def write(state: PlaneState, call: Call, request: Writer) -> p.Reply | Wait:
     keys: list[Hashable] = [(WRITERS, request.partition)]
     if isinstance(request, p.ResolveKeys):
         keys += [(WRITERS, request.partition, key) for key in dict.fromkeys(request.keys)]
-    return Wait(WRITERS, state.calls.now + request.wait_s, answer, size=count, keys=tuple(keys))
+    return Wait(WRITERS, call.since + request.wait_s, answer, size=count, keys=tuple(keys))
 
 
 def count_of(state: PlaneState, request: Writer) -> int:
@@ -210,12 +210,12 @@ def _check_new(partition: Partition, keys: Sequence[str]) -> None:
 
 
 def _admit(state: PlaneState, call: Call, request: Writer, count: int) -> p.Reply | None:
-    """Serve the request if there is room; None if there isn't."""
+    """Serve the request if there is room; None if there isn't. Done: values that it replaces are being saved by now."""
     room = state.room()
     if room is not None and count > room:
         return None
     if isinstance(request, p.ResolveKeys):
-        return _bind_keys(state, call, request)
+        return p.Done(request.id) if _must_wait(state, request) else _bind_keys(state, call, request)
     members = request.role if isinstance(request, p.Reserve) else None
     partition = state.get_or_create(request.partition)
     if members is not None:
@@ -324,27 +324,30 @@ def describe_keys(partition: Partition, request_id: int, keys: Sequence[str]) ->
 
 def rewrite(state: PlaneState, call: Call, request: Rewrite) -> p.Reply | Wait | Steps:
     """Serve a request that may replace values; it waits while they are being saved."""
-    if _must_wait(state, request, None):
-        return _after_saving(state, call, request)
-    return _check_fields(state, call, request) if isinstance(request, p.CheckFields) else write(state, call, request)
-
-
-def _after_saving(state: PlaneState, call: Call, request: Rewrite) -> Steps:
-    def answer(wait: Wait, has_turn: bool) -> p.Reply | None:
-        if not _must_wait(state, request, wait):
-            return p.Done(request.id)
-        return _kept_waiting(request, state.calls.now - wait.since) if wait.late else None
-
-    reply = yield Wait(SAVING, state.calls.now + request.wait_s, answer, order=1.0)
-    if isinstance(reply, p.Failed):
-        return reply
+    if _must_wait(state, request):
+        return _after(state, call, request, _for_saving(state, call, request))
     if isinstance(request, p.CheckFields):
         return _check_fields(state, call, request)
     result = write(state, call, request)
-    return (yield result) if isinstance(result, Wait) else result
+    return _after(state, call, request, result) if isinstance(result, Wait) else result
 
 
-def _must_wait(state: PlaneState, request: Rewrite, own: Wait | None) -> bool:
+def _after(state: PlaneState, call: Call, request: Rewrite, wait: Wait) -> Steps:
+    """A save may begin while it waits for room, and the queue may be full again when that is over."""
+    reply = yield wait
+    return (yield from replied(rewrite(state, call, request))) if isinstance(reply, p.Done) else reply
+
+
+def _for_saving(state: PlaneState, call: Call, request: Rewrite) -> Wait:
+    def answer(wait: Wait, has_turn: bool) -> p.Reply | None:
+        if not _must_wait(state, request):
+            return p.Done(request.id)
+        return _kept_waiting(request, state.calls.now - wait.since) if wait.late else None
+
+    return Wait(SAVING, call.since + request.wait_s, answer, order=1.0)
+
+
+def _must_wait(state: PlaneState, request: Rewrite) -> bool:
     """Whether values that it replaces are being saved, or a freeze waits, which comes first."""
     about_to_be = not state.waits.would_be_first(SAVING, 0.0)
     if not (about_to_be or state.freezes):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch.utils.data import IterableDataset, get_worker_info
 
 from transfer_queue.client import TransferQueueClient
-from transfer_queue.dataloader.batch_stream import BatchStream
+from transfer_queue.dataloader.batch_stream import batch_stream
 from transfer_queue.dataloader.bundle import Bundle
 from transfer_queue.dataloader.cursor import Cursor, Start
 from transfer_queue.dataloader.fetching import (
@@ -235,8 +235,7 @@ class StreamingDataset(IterableDataset[Any]):
         should_stop = self.should_stop if worker is None else is_over
         pause = partial(_pause, should_stop or (lambda: False))
         fetch = BatchFetcher(client, spec, start.partition_id, pause, should_stop is not None)
-        stream = BatchStream(fetch, start.batch_index + first, stride, self.prefetch)
-        with closing(iter(stream)) as batches:
+        with closing(batch_stream(fetch, start.batch_index + first, stride, self.prefetch)) as batches:
             for batch_index, data, meta in batches:
                 rest = (
                     spec.partly_taken is not None

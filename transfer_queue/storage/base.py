@@ -81,6 +81,8 @@ class StorageManager(ABC):
     front: InFront | None = None
     """The way through the controller's process; None: there is none, and puts and gets go in several steps."""
 
+    servers_delete: ClassVar[bool] = False
+    """Whether servers delete values by themselves. Others lie where only clients can."""
     clears_by_field: ClassVar[bool] = True
     """``clear_data`` reads ``field_names``. A backend that knows which fields a sample has sets it to False."""
 

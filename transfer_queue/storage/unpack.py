@@ -283,38 +283,29 @@ def decode_rows(column: WireColumn, field: str, allow_pickle: bool = False) -> l
         raise ProtocolError(f"a value of field {field!r} can't be decoded: {error}") from error
 
 
-class _Decoder:
-    def __init__(self, field: str, allow_pickle: bool) -> None:
-        self._field = field
-        self._allow_pickle = allow_pickle
-        self.decode = msgspec.msgpack.Decoder(ext_hook=self._ext).decode
-
-    def _ext(self, code: int, data: memoryview) -> Any:
-        if code == Code.PICKLE:
-            return self._unpickled(data)
-        raised = _RAW.get(code)
-        if raised is not None:
-            return raised(data)
-        built = _BUILD.get(code)
-        if built is None:
-            raise ProtocolError(
-                f"field {self._field!r}: unknown kind of value {code}: the writer is newer than this reader"
-            )
-        return built(self.decode(data))
-
-    def _unpickled(self, data: memoryview) -> Any:
-        if not self._allow_pickle:
-            raise UnsupportedValueError(
-                f"field {self._field!r} holds a pickled value, and this process' configuration forbids to unpickle it. "
-                f"If every writer can be trusted, set {PICKLE_SWITCH}."
-            )
-        return pickle.loads(data)
-
-
 @functools.lru_cache(1024)
 def _decoder(field: str, allow_pickle: bool) -> Callable[[Any], Any]:
     # Cached, because it and its decoder form a cycle, which would leave garbage on every get.
-    return _Decoder(field, allow_pickle).decode
+    def ext(code: int, data: memoryview) -> Any:
+        if code == Code.PICKLE:
+            return _unpickled(data, field, allow_pickle)
+        if (raised := _RAW.get(code)) is not None:
+            return raised(data)
+        if (built := _BUILD.get(code)) is not None:
+            return built(decode(data))
+        raise ProtocolError(f"field {field!r}: unknown kind of value {code}: the writer is newer than this reader")
+
+    decode = msgspec.msgpack.Decoder(ext_hook=ext).decode
+    return decode
+
+
+def _unpickled(data: memoryview, field: str, allow_pickle: bool) -> Any:
+    if not allow_pickle:
+        raise UnsupportedValueError(
+            f"field {field!r} holds a pickled value, and this process' configuration forbids to unpickle it. "
+            f"If every writer can be trusted, set {PICKLE_SWITCH}."
+        )
+    return pickle.loads(data)
 
 
 def _array_of(described: Any, shape: Sequence[int], data: bytes) -> np.ndarray[Any, Any]:

@@ -98,6 +98,18 @@ def test_a_put_that_waits_for_a_save_holds_up_no_other_put(make_plane):
     assert reserve(plane, 2) == [1, 2]
 
 
+def test_a_put_by_key_that_gets_room_while_values_that_it_replaces_are_saved_waits_for_that_too(make_plane):
+    plane = make_plane(capacity=2)
+    samples = indexes(ask(plane, ROLLOUT, p.ResolveKeys, "p", ["u"], True, True))
+    publish(plane, samples, "x")
+    other = put(plane, 1)
+    assert ask(plane, REWARDER, p.ResolveKeys, "p", ["u", "v"], True, True, {}, 9.0, ["x"]) is None, "there is no room"
+    frozen = ask(plane, SAVER, p.Freeze)
+    assert [to.client for to in send(plane, ACTOR, p.ClearSamples, "p", p.pack_indexes(other))] == [ACTOR]
+    (_, answer) = send(plane, SAVER, p.Thaw, frozen.id)
+    assert (answer.client, indexes(answer.reply)) == (REWARDER, [*samples, 2])
+
+
 def test_a_put_that_waits_for_a_save_in_vain_is_told_so(plane):
     mine = p.pack_indexes(put(plane, 2))
     ask(plane, SAVER, p.Freeze)

@@ -61,6 +61,7 @@ class SharedMemoryManager(StorageManager):
     """
 
     clears_by_field = False
+    servers_delete = True
 
     def __init__(self, session: Session | ZMQServerInfo, config: Mapping[str, Any]) -> None:
         super().__init__(session, config)
@@ -102,8 +103,9 @@ class SharedMemoryManager(StorageManager):
     ) -> tuple[bytes, list[Any]]:
         await decide_paths([self._own])
         write = UnitWrite(self._own, slice(0, count), columns, self._inline_nbytes)
-        await self._writer.lease(call, write, pack_indexes(as_indexes(replaced)) if len(replaced) else b"", wait_s)
-        packed, frames = self._writer.packed(write)
+        packed_indexes = pack_indexes(as_indexes(replaced)) if len(replaced) else b""
+        await write.lease(self.session, call, packed_indexes, wait_s, self._timeout_s)
+        packed, frames = write.packed(self.session)
         return encode_columns(packed), frames
 
     async def decode_read(
