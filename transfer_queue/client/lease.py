@@ -18,7 +18,13 @@ from tensordict import TensorDict
 from transfer_queue import protocol as p
 from transfer_queue.client.base import parts_of, to_meta
 from transfer_queue.client.put import as_tensordict
-from transfer_queue.errors import EndOfPartitionError, LeaseLostError, TransferQueueError
+from transfer_queue.errors import (
+    ClosedError,
+    EndOfPartitionError,
+    InvalidRequestError,
+    LeaseLostError,
+    TransferQueueError,
+)
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.transport.blocking import PendingCall, blocking, run_blocking
 from transfer_queue.transport.session import Session
@@ -175,6 +181,8 @@ class Lease:
             blame: Whose fault it is. After ``worker_attempts`` of the one, or ``attempts`` of the other, the group
                 fails.
         """
+        if blame not in ("worker", "sample"):
+            raise InvalidRequestError(f'blame must be "worker" or "sample", got {blame!r}.')
         await self._end("release", self._open, reason, blame)
         self._closed(self._open)
 
@@ -300,6 +308,8 @@ class Renewals:
             del leases
             try:
                 lost = self._renew(client, tokens, period_s)
+            except ClosedError:  # by the program, which has said all it wants to say
+                lost = tokens
             except TransferQueueError as error:
                 _log.warning("the leases of this process can't be renewed: %s", error)
                 lost = tokens
