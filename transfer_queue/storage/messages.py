@@ -17,8 +17,6 @@ from transfer_queue.storage.wire import ByteArray, IntArray, Layout, Positions, 
 INLINE_NBYTES = 64 * 1024
 """Values up to this size travel in the message, which is cheaper than leasing or pinning memory."""
 PAGE_NBYTES = mmap.PAGESIZE
-FILE_SUFFIX = ".file"
-"""The socket that lends the spill file has the name of that of the arena, with this."""
 _SCHEME = "ipc://"
 
 FieldColumns: TypeAlias = list[tuple[str, Positions, WireColumn]]
@@ -236,7 +234,7 @@ View = Callable[[int, int], ByteArray]
 
 
 def arena_path(address: str) -> str | None:
-    """The socket that lends the arena of the server at this address; None if the server may be on another host."""
+    """The socket that lends the arena, and the spill file, of the server at this address; None: not on this host."""
     return address.removeprefix(_SCHEME) + ".arena" if address.startswith(_SCHEME) else None
 
 
