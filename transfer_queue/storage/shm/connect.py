@@ -10,12 +10,10 @@ import os
 import socket
 import threading
 from collections.abc import Iterable
-from typing import Literal, TypeAlias
 
-import msgspec
 import numpy as np
 
-from transfer_queue.storage.messages import UnitStats, arena_path
+from transfer_queue.storage.messages import Path, arena_path
 from transfer_queue.storage.wire import ByteArray
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.blocking import is_blocking
@@ -23,18 +21,6 @@ from transfer_queue.transport.blocking import is_blocking
 _BORROW_TIMEOUT_S = 10.0
 _MAX_GREETING_NBYTES = 4096
 _MOST_DESCRIPTORS = 2
-
-Path: TypeAlias = Literal["arena", "frames", "undecided"]
-
-
-class SeenStats(UnitStats, frozen=True):
-    """A unit's statistics, and how the asking client's values reach it.
-
-    ``path``: "arena", through memory that both map (except small values); "frames", in messages; "undecided", before
-    this client's first put or get there.
-    """
-
-    path: Path = "undecided"
 
 
 class UnitConnection:
@@ -66,10 +52,6 @@ class UnitConnection:
         if not self._tried:
             return "undecided"
         return "frames" if self._arena is None else "arena"
-
-    def stats(self, stats: UnitStats) -> SeenStats:
-        """The unit's statistics, with this client's ``path``."""
-        return SeenStats(**msgspec.structs.asdict(stats), path=self.path)
 
     def close(self) -> None:
         """Unmap the arena once nothing refers to it."""
