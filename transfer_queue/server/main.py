@@ -157,7 +157,7 @@ def _make_front(
     if not orders.controller:
         front = Front(conf, None, unit, turn=Turn(time.monotonic))
         server.turned = front.meter.turn
-        return front, _nothing
+        return front, front.close
 
     def watch(pid: int, namespace: int | None, ended: Callable[[], None]) -> None:
         server.watch(pid, namespace, ended)
@@ -227,10 +227,6 @@ def _storage_client(
     section = section_of({**orders.conf["backend"], "storage_backend": backend})  # it may be one of the user's own
     session = Session(name, ZMQServerInfo.from_dict(config.controller.zmq_info).peer())
     return StorageManagerFactory.create(backend, session, storage_settings(section, timeout_s=timeout_s))
-
-
-def _nothing() -> None:
-    """There is no thread to end."""
 
 
 def _allow_many_clients() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -17,8 +17,6 @@ from transfer_queue.storage.wire import ByteArray, IntArray, Layout, Positions, 
 INLINE_NBYTES = 64 * 1024
 """Values up to this size travel in the message, which is cheaper than leasing or pinning memory."""
 PAGE_NBYTES = mmap.PAGESIZE
-FILE_SUFFIX = ".file"
-"""The socket that lends the spill file has the name of that of the arena, with this."""
 _SCHEME = "ipc://"
 
 FieldColumns: TypeAlias = list[tuple[str, Positions, WireColumn]]
@@ -26,6 +24,7 @@ FieldColumns: TypeAlias = list[tuple[str, Positions, WireColumn]]
 Located: TypeAlias = list[tuple[str, WireColumn, Positions, Positions]]
 """(field, block, positions in the batch, their row indices in the block)."""
 
+Path: TypeAlias = Literal["arena", "frames", "undecided"]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 
 
@@ -173,6 +172,8 @@ class UnitStats(Reply, frozen=True):
     leased to writers, ``pins`` of readers. ``uncommitted_nbytes`` belongs to writes that are not published yet.
     Of ``held_nbytes``, ``spilled_nbytes`` are on disk, where ``spill_bytes`` are allowed (0: no spilling).
     ``metrics``: what its server has counted, see ``server/meter.py``.
+    ``path``: how the asking client's values reach the unit, which that client adds. "arena": through memory that both
+    map (except small values); "frames": in messages; "undecided": this client has put or got nothing there yet.
     """
 
     unit: str
@@ -192,6 +193,7 @@ class UnitStats(Reply, frozen=True):
     spilled_nbytes: int = 0
     spill_bytes: int = 0
     metrics: dict[str, Any] = {}  # noqa: RUF012 (msgspec copies it)
+    path: Path = "undecided"
 
 
 UnitRequest: TypeAlias = (
@@ -236,7 +238,7 @@ View = Callable[[int, int], ByteArray]
 
 
 def arena_path(address: str) -> str | None:
-    """The socket that lends the arena of the server at this address; None if the server may be on another host."""
+    """The socket that lends the arena, and the spill file, of the server at this address; None: not on this host."""
     return address.removeprefix(_SCHEME) + ".arena" if address.startswith(_SCHEME) else None
 
 

@@ -14,7 +14,7 @@ from transfer_queue.errors import ConfigError
 from transfer_queue.transport.base import USUAL_LIVENESS, Envelope, Handler, Listener, Liveness, Outgoing, Ready, Route
 from transfer_queue.transport.loop import Readiness, guarded
 from transfer_queue.transport.unix import UnixListener
-from transfer_queue.utils.machine import close_descriptor, open_process
+from transfer_queue.utils.machine import open_process
 
 if TYPE_CHECKING:
     from transfer_queue.transport.tcp_wire import ServerKeys
@@ -103,7 +103,7 @@ class SocketServer:
         def stop() -> None:
             if dismiss():
                 self._watched.discard(descriptor)
-                close_descriptor(descriptor)
+                os.close(descriptor)
 
         dismiss = self.attend(descriptor, end)
         self._watched.add(descriptor)
@@ -218,7 +218,7 @@ class SocketServer:
         for act in self._last_acts:
             act()
         for descriptor in self._watched:
-            close_descriptor(descriptor)
+            os.close(descriptor)
         self._watched.clear()
         self._routes.clear()
         for listener in self._listeners:

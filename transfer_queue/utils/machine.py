@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import select
 import socket
 from pathlib import Path
 
@@ -88,20 +87,3 @@ def open_process(pid: int | None, namespace: int | None) -> int | None:
         return -1
     except OSError:
         return None
-
-
-def has_ended(descriptor: int | None) -> bool:
-    """Return whether the process of ``open_process`` has ended; False if it can't be watched."""
-    if descriptor is None:
-        return False
-    if descriptor < 0:
-        return True
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(0))
-
-
-def close_descriptor(descriptor: int | None) -> None:
-    """Close what ``open_process`` returned."""
-    if descriptor is not None and descriptor >= 0:
-        os.close(descriptor)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from transfer_queue.errors import ConfigError, InvalidRequestError, StorageKeyNotFoundError, UnsupportedValueError
 from transfer_queue.storage.backends import StorageClientFactory, StorageManagerFactory
@@ -40,6 +40,8 @@ class KVStorageManager(StorageManager):
     """
 
     clears_by_field = False
+    client_name: ClassVar[str | None] = None
+    """The client that a subclass uses. None: the section names one."""
 
     def __init__(self, controller_info: Any, config: Mapping[str, Any], zmq_context: Any = None) -> None:
         """``config``: the backend's section, with ``client_name`` and the ``units`` of a running queue.
@@ -47,8 +49,9 @@ class KVStorageManager(StorageManager):
         Raises:
             ConfigError: there is no ``client_name``, or no unit.
         """
+        config = {**config, "client_name": self.client_name or config.get("client_name")}
         super().__init__(controller_info, config, zmq_context)
-        if not config.get("client_name"):
+        if not config["client_name"]:
             raise ConfigError(
                 "Missing client_name: the backend's section must name a client that StorageClientFactory knows."
             )

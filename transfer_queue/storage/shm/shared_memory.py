@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from transfer_queue.errors import ConfigError, InvalidRequestError, QueueUnreachableError, SessionEndedError
@@ -38,7 +39,7 @@ from transfer_queue.storage.messages import (
     encode_columns,
 )
 from transfer_queue.storage.shm.choose import UnitDirectory
-from transfer_queue.storage.shm.connect import SeenStats, UnitConnection, decide_paths
+from transfer_queue.storage.shm.connect import UnitConnection, decide_paths
 from transfer_queue.storage.shm.read import ReadResult
 from transfer_queue.storage.shm.write import MemoryColumns, UnitWrite, UnitWriter
 from transfer_queue.storage.wire import IntArray, PlacedColumns, WireColumn
@@ -260,7 +261,7 @@ class SharedMemoryManager(StorageManager):
                 found.setdefault(name, []).append(unpack_indexes(packed))
         return {name: np.unique(np.concatenate(some)) for name, some in sorted(found.items())}
 
-    async def stats(self) -> list[SeenStats]:
+    async def stats(self) -> list[UnitStats]:
         """Statistics of every unit, by their numbers, with the ``path`` of this client's values."""
         units = await self._units.all()
         try:
@@ -271,7 +272,8 @@ class SharedMemoryManager(StorageManager):
             if not await self._units.lost_among(number for number, _ in units):
                 raise
             return await self.stats()
-        return [unit.stats(stats) for (_, unit), stats in zip(units, answers, strict=True)]
+        paths = (unit.path for _, unit in units)
+        return [msgspec.structs.replace(each, path=path) for each, path in zip(answers, paths, strict=True)]
 
     async def close(self) -> None:
         self._units.close()

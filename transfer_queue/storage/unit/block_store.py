@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from transfer_queue.errors import StorageKeyNotFoundError
 from transfer_queue.storage.messages import FieldColumns, Located
-from transfer_queue.storage.unit.field_blocks import STEP_NBYTES, Block, FieldBlocks, BlockMemory
+from transfer_queue.storage.unit.field_blocks import STEP_NBYTES, Block, FieldBlocks, HeldBlocks
 from transfer_queue.storage.unit.spill import SPILL_STEP_NBYTES, SpillFile
 from transfer_queue.storage.wire import Allocate, ByteArray, IntArray, Positions, WireColumn, as_run, distinct, heap
 
 
-class BlockStore(BlockMemory):
+class BlockStore(HeldBlocks):
     """Keeps values as received, one block per field and write.
 
     A block that is mostly dead is copied and freed: a small one at once, a large one in steps, by ``move``.
@@ -24,7 +24,7 @@ class BlockStore(BlockMemory):
     def __init__(
         self, allocate: Allocate = heap, step_nbytes: int = STEP_NBYTES, file: SpillFile | None = None
     ) -> None:
-        """See ``BlockMemory``."""
+        """See ``HeldBlocks``."""
         super().__init__(allocate, step_nbytes, file)
         self._spilling: Iterator[None] | None = None
         self._no_room_on_disk = False

@@ -60,7 +60,7 @@ class Block:
         return 2 * self.live < self.column.rows or 2 * self.live_nbytes < self.column.nbytes
 
 
-class BlockMemory:
+class HeldBlocks:
     """What all fields of a unit hold together, what their blocks are made of, and those that wait for a step."""
 
     def __init__(
@@ -91,7 +91,7 @@ class BlockMemory:
 class FieldBlocks:
     """Slots passed to a method must not repeat, except in ``add``, ``missing`` and ``located``."""
 
-    def __init__(self, held: BlockMemory) -> None:
+    def __init__(self, held: HeldBlocks) -> None:
         self._held = held
         # -1: no value. Rows of a block that this table does not name are dead.
         self._block_of = np.zeros(0, np.int32)

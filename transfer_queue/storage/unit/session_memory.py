@@ -55,7 +55,7 @@ class StoredRows(Holding):
     outlives_session = True
     __slots__ = ("_delete", "_indexes")
 
-    def __init__(self, indexes: IntArray, delete: Callable[[IntArray], None]) -> None:
+    def __init__(self, indexes: IntArray, delete: Callable[[IntArray], object]) -> None:
         self._indexes, self._delete = indexes, delete
 
     def undo(self) -> bool:

@@ -341,7 +341,7 @@ class StorageUnit:
 
     def _keep_stored(self, call: Call, rows: RowsToWrite) -> None:
         self._store(call, rows)
-        self.calls.hold(call, StoredRows(rows.indexes, self._delete_rows))
+        self.calls.hold(call, StoredRows(rows.indexes, self.delete))
 
     def _keep_aside(self, call: Call, rows: RowsToWrite) -> None:
         for older in self.calls.take(call.client, call.number, UncommittedWrite):
@@ -445,9 +445,6 @@ class StorageUnit:
                 self.calls.waits.examine(wait)
         self._freed()
         return count
-
-    def _delete_rows(self, indexes: IntArray) -> None:
-        self.delete(indexes)
 
     def _held(self, call: Call, request: AskHeld) -> Reply:
         held = self._blocks.held(unpack_indexes(request.indexes))
