@@ -84,8 +84,6 @@ class _Reader:
         if partition is None:
             nothing = p.NotReady(fetch.id, task.needed(fetch), 0, 0) if late else None
             return self._producers_lost(now) or nothing
-        if partition.groups is not None:
-            group_work.check_starved(state, fetch.task)
         served = ServedFetch(fetch, partition, task, dp_size, state.calls.turn, self._call.client)
         if fetch.where is not None:
             self._ready = served.ready()

@@ -40,6 +40,7 @@ class PartitionWork:
 
     def before_draw(self, task: str) -> None:
         state, groups = self._state, self._groups
+        check_starved(state, task)
         for group in list(groups.unjudged.values()):
             judge(state, self._partition, group)
         step = self.step_of(task)
