@@ -264,6 +264,13 @@ def test_what_is_to_be_done_at_a_time_is_done_then_in_order_and_what_fails_is_a_
     assert (room.notes, room.next_deadline()) == (["a", "b", "c"], 5.0)
 
 
+def test_a_turn_does_as_much_of_the_jobs_as_it_has_time_for_a_piece_of_each_in_turn(room):
+    for name in "ab":
+        room.later(job(room, name))
+    room.expire(0.0)
+    assert (room.notes, room.next_deadline()) == (["a1", "b1", "a2", "b2"], None)
+
+
 def test_jobs_take_turns_and_each_turn_does_a_piece_of_one_at_least(room):
     room.turn = Turn(iter(range(1000)).__next__)  # no turn has time left
     for name in "ab":
