@@ -284,6 +284,17 @@ def test_jobs_take_turns_and_each_turn_does_a_piece_of_one_at_least(room):
     assert room.next_deadline() is None
 
 
+def test_waits_past_their_deadline_come_before_jobs(room):
+    def answer(wait: Wait, has_turn: bool) -> Done:
+        room.notes.append("late")
+        return Done(1)
+
+    room.asks(1, Wait(("q",), 5.0, answer))
+    room.later(job(room, "a"))
+    room.expire(5.0)
+    assert room.notes == ["late", "a1", "a2"]
+
+
 def job(room: Room, name: str) -> Iterator[None]:
     for number in (1, 2):
         room.notes.append(f"{name}{number}")
