@@ -264,9 +264,8 @@ class Waits:
         return group in self._under
 
     def of(self, group: Name) -> list[Wait]:
-        """The waits of the queues whose names begin so, by their ranks."""
-        waits = [wait for name in self._under.get(group, ()) for wait in self._queues[name].waits]
-        return sorted(waits, key=_rank)
+        """The waits of the queues whose names begin so, queue by queue."""
+        return [wait for name in self._under.get(group, ()) for wait in self._queues[name].waits]
 
     def is_first(self, wait: Wait) -> bool:
         """Whether none is in front of it."""

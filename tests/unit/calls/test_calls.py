@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from transfer_queue.calls import Answer, Call, Calls, Holding, Steps, Until, Wait
+from transfer_queue.calls import Answer, Call, Calls, Holding, Steps, Turn, Until, Wait
 from transfer_queue.protocol import Done, Failed, ListPartitions, Publish, Request
 
 
@@ -101,7 +101,8 @@ def test_an_answer_that_was_received_is_not_given_again(room):
     room.holds(1, "a")
     room.received("c", [1])
     refused(room.asks(1), "ProtocolError")
-    assert room.find("c", 1).values == (), "nor kept"
+    call = room.find("c", 1)
+    assert (call.values, call.has_unreceived_reply) == ((), False), "nor kept"
 
 
 def test_an_answered_call_keeps_its_answer_and_nothing_of_its_request(room):
@@ -234,3 +235,77 @@ def test_whatever_foreign_code_raises_is_the_answer_to_its_caller(room, how):
     }
     refused(room.asks(1, verbs[how]), "RemoteError")
     assert ([type(fault) for fault in room.faults], room.clients()) == ([SystemExit], [])
+
+
+def test_the_last_thousand_sessions_that_ended_are_refused(room):
+    for number in range(1024):
+        room.refuse(str(number))
+    room.refuse("0")
+    assert all(room.has_ended(str(number)) for number in range(1024))
+    room.refuse("another")
+    assert [name for name in ("0", "1", "2", "another") if not room.has_ended(name)] == ["1"]
+
+
+# ---- time ----
+
+
+def test_what_is_to_be_done_at_a_time_is_done_then_in_order_and_what_fails_is_a_fault(room):
+    def fails() -> None:
+        raise KeyError("a bug")
+
+    for when, name in [(2.0, "c"), (1.0, "a"), (1.0, "b")]:
+        room.at(when, lambda name=name: room.notes.append(name))
+    room.at(1.0, fails)
+    room.asks(1, waits(5.0))
+    assert room.next_deadline() == 1.0
+    room.expire(1.0)
+    assert (room.notes, [type(fault) for fault in room.faults]) == (["a", "b"], [KeyError])
+    room.expire(2.0)
+    assert (room.notes, room.next_deadline()) == (["a", "b", "c"], 5.0)
+
+
+def test_a_turn_does_as_much_of_the_jobs_as_it_has_time_for_a_piece_of_each_in_turn(room):
+    for name in "ab":
+        room.later(job(room, name))
+    room.expire(0.0)
+    assert (room.notes, room.next_deadline()) == (["a1", "b1", "a2", "b2"], None)
+
+
+def test_jobs_take_turns_and_each_turn_does_a_piece_of_one_at_least(room):
+    room.turn = Turn(iter(range(1000)).__next__)  # no turn has time left
+    for name in "ab":
+        room.later(job(room, name))
+    assert (room.next_deadline(), room.notes) == (-float("inf"), [])
+    for _ in range(4):
+        room.expire(0.0)
+    assert room.notes == ["a1", "b1", "a2", "b2"]
+    room.expire(0.0)
+    room.expire(0.0)
+    assert room.next_deadline() is None
+
+
+def test_waits_past_their_deadline_come_before_jobs(room):
+    def answer(wait: Wait, has_turn: bool) -> Done:
+        room.notes.append("late")
+        return Done(1)
+
+    room.asks(1, Wait(("q",), 5.0, answer))
+    room.later(job(room, "a"))
+    room.expire(5.0)
+    assert room.notes == ["late", "a1", "a2"]
+
+
+def job(room: Room, name: str) -> Iterator[None]:
+    for number in (1, 2):
+        room.notes.append(f"{name}{number}")
+        yield
+
+
+def test_a_job_that_fails_is_a_fault_and_is_not_gone_on_with(room):
+    def fails() -> Iterator[None]:
+        yield
+        raise KeyError("a bug")
+
+    room.later(fails())
+    room.expire(0.0)
+    assert ([type(fault) for fault in room.faults], room.next_deadline()) == ([KeyError], None)

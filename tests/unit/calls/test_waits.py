@@ -266,6 +266,15 @@ def test_all_get_their_turn_though_each_turn_is_short_and_all_are_woken_again_in
         assert turns <= count, "the last ones starve"
 
 
+def test_a_turn_examines_no_more_than_it_has_time_for():
+    room = Room(looks=4)
+    for number in range(50):
+        room.park(chr(ord("a") + number))
+    room.calls.waits.wake(("q",))
+    room.go_on()
+    assert 1 <= len(room.examined) <= 8
+
+
 def test_work_that_takes_more_turns_holds_up_no_other_wait():
     room, left = Room(looks=2), [9]
 

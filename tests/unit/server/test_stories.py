@@ -488,6 +488,7 @@ class Story(Clients):
     def check_rest(self) -> None:
         """Nothing waits that could go on."""
         calls = list(self.waiting.values())
+        assert not any(call.part_gone for call in calls), "its partition was cleared"
         fetches = {(call.request.partition, call.request.task) for call in calls if isinstance(call.request, p.Fetch)}
         for name, task in fetches:
             for at, call in enumerate(self.line(name, task)):
