@@ -7,6 +7,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from producing import rows
 from recorders import Recorder
 
 import transfer_queue as tq
-from lightning_tq import Stream, TQBatch, TQDataModule
+from lightning_tq import PartitionSwitch, PublishWeights, Stream, TQBatch, TQDataModule
 from transfer_queue import GroupSampler
 from transfer_queue.errors import InvalidRequestError, SamplerError
 
@@ -234,6 +235,52 @@ def test_a_budget_that_no_step_could_start_with_is_refused(
     else:
         with pytest.raises(InvalidRequestError, match="needs 2 batches of 2 groups at once, because Lightning fetches"):
             trainer().fit(model, datamodule=dm)
+
+
+# ---- versions ----
+
+
+def test_a_lease_has_the_version_that_trains_when_it_is_answered(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=groups_of(2, "train@{epoch}", of_ahead=0, of_max_staleness=0, of_stale="drop", num_batches=2))
+    for epoch in range(2):
+        add(dm.client, 4, f"train@{epoch}")
+    model = Steps()
+    with worker(partition="train@*") as leased:  # it asks before there is a version
+        trainer(max_epochs=2, callbacks=[PublishWeights()]).fit(model, datamodule=dm)
+    assert [version for _, version in leased] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert len(model.groups) == 4
+
+
+def test_a_resumed_run_says_its_version_before_it_admits_groups(
+    data: Make, trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    path, versions = str(tmp_path / "a.ckpt"), []
+    for epochs, resumes in ((1, None), (2, path)):
+        with TQDataModule(train=groups_of(2, "train@{epoch}"), queue={"units": 1}) as dm:
+            add(dm.client, 4, f"train@{epochs - 1}")
+            fit = trainer(max_epochs=epochs, callbacks=[PublishWeights()])
+            with worker(partition="train@*") as leased:
+                fit.fit(Steps(), datamodule=dm, ckpt_path=resumes)
+            fit.save_checkpoint(path)
+            versions.append([version for _, version in leased])
+    assert versions[0][0] == 0
+    assert versions[1][0] == 2, "the queue is a new one, where nobody has trained before"
+    assert sorted(versions[1]) == versions[1]
+
+
+def test_a_new_run_in_a_queue_may_begin_before_the_version_of_the_last_one(data: Make, trainer: MakeTrainer) -> None:
+    class Named(PartitionSwitch):
+        def partition(self, stream: Stream, **_: Any) -> str:
+            return f"run{number}"
+
+        def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+            add(dm.client, 4, f"run{number}")
+
+    dm = data(train=groups_of(2, "train"))
+    for number in range(2):
+        with worker(partition=f"run{number}") as leased:
+            trainer(callbacks=[PublishWeights(), Named()]).fit(Steps(), datamodule=dm)
+        assert leased[0][1] == 0
 
 
 # ---- heads ----
