@@ -266,11 +266,14 @@ class GroupVerbs(Gets, Puts, ClientBase):
                 count += (await self.session.ask(p.RejectGroups, p.Done, part.partition_ids[0], packed, reason)).value
         return count
 
-    async def async_get_heads(self, metadata: BatchMeta, fields: Sequence[str] | str | None = None) -> TensorDict:
+    async def async_get_heads(
+        self, metadata: BatchMeta, fields: Sequence[str] | str | None = None, layout: str | None = None
+    ) -> TensorDict:
         """Fields of the heads of a batch's groups: one row per group, in order of ``metadata.group_index``.
 
         Args:
             fields: Names, or one name. None: all that every head has.
+            layout: As for ``get_data``.
         Raises:
             InvalidRequestError: a sample of the batch belongs to no group.
         Examples:
@@ -289,7 +292,7 @@ class GroupVerbs(Gets, Puts, ClientBase):
         partition = metadata.partition_ids[0]
         wanted = [fields] if isinstance(fields, str) else None if fields is None else list(fields)
         batch = await self.session.ask(p.Describe, p.Batch, partition, wanted, p.pack_indexes(heads))
-        return await self.async_get_data(to_meta(batch))
+        return await self.async_get_data(to_meta(batch), layout)
 
 
 def _request(
