@@ -93,6 +93,8 @@ class _Reader:
         if isinstance(reply, p.Batch) and fetch.batch_index is None:
             for each in served.holdings(state, reply):
                 state.calls.hold(self._call, each)
+            if reply.batch_index is None and partition.groups is not None:
+                group_work.reads(state, self._call)
         if reply is None:
             reply = self._producers_lost(now)
         if reply is not None or not late:

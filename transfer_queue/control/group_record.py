@@ -58,6 +58,10 @@ class Group:
     def attempt(self) -> int:
         return 1 + self.attempts + self.worker_attempts
 
+    def is_for(self, task: str) -> bool:
+        """Whether this task trains it: any does where its terms name none."""
+        return not self.terms.tasks or task in self.terms.tasks
+
     def all_members(self) -> list[int]:
         """Ascending within each part."""
         return [index for part in sorted(self.members) for index in self.members[part]]
@@ -82,6 +86,8 @@ def check_terms(terms: Terms) -> None:
     """Raises InvalidRequestError for terms that contradict themselves."""
     if terms.min_parts is not None and terms.min_parts > terms.parts:
         raise InvalidRequestError(f"min_parts must be at most parts ({terms.parts}), got {terms.min_parts}.")
+    if len(set(terms.tasks)) < len(terms.tasks):
+        raise InvalidRequestError(f"tasks must be different ones, got {list(terms.tasks)}.")
     if terms.min_parts is not None and terms.deadline_s is None:
         raise InvalidRequestError(
             f"min_parts={terms.min_parts} says what is enough at the deadline: give deadline_s, too."

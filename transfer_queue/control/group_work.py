@@ -8,7 +8,8 @@ from collections.abc import Hashable, Iterable, Sequence
 import numpy as np
 
 from transfer_queue import protocol as p
-from transfer_queue.calls import Call, Holding
+from transfer_queue.calls import Call, Holding, Until
+from transfer_queue.control.consumer import UNLEDGERED
 from transfer_queue.control.gate import parse_gate
 from transfer_queue.control.group_record import CLOSED, DRAWN, EXPIRED, READY, REJECTED, STALE, TRAINED, Group
 from transfer_queue.control.groups import Groups
@@ -17,7 +18,7 @@ from transfer_queue.control.ledger import Entry
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import Rows
 from transfer_queue.control.state import PlaneState
-from transfer_queue.errors import GateStarvedError, LeaseLostError
+from transfer_queue.errors import GateStarvedError, InvalidRequestError, LeaseLostError
 
 _NONE: p.Indexes = np.empty(0, dtype=np.int64)
 
@@ -59,7 +60,7 @@ class PartitionWork:
         groups, trainer = self._groups, self._state.leases.trainer(task)
         for head in heads:
             group = groups.live.get(head)
-            trainer.is_over(head)
+            trainer.gives_back(head)
             if group is not None:
                 groups.undrawn(group, task)
         groups.flush()
@@ -151,8 +152,8 @@ def check_members(state: PlaneState, call: Call, partition: Partition, members: 
     if partition.groups is None:
         raise LeaseLostError(f"partition {partition.name!r} has no groups (any more); nothing was written.")
     lease = state.leases.get(members.lease)
-    if lease is not None and lease.client != call.client:
-        raise LeaseLostError(f"this lease is the one of client {lease.client!r}; nothing was written.")
+    if lease is not None and (lease.client != call.client or lease.group.index != members.head):
+        raise LeaseLostError(f"this lease is another one, of client {lease.client!r}; nothing was written.")
     return partition.groups.check(members, count)
 
 
@@ -164,7 +165,7 @@ def joined(state: PlaneState, call: Call, partition: Partition, members: p.Membe
     lease = state.leases.get(members.lease)
     groups.join(group, members, indexes.tolist())
     if lease is None and not members.closes:
-        state.leases.revive(call, members.lease)
+        state.leases.revive(call, members.lease, groups, group)
         groups.note_free_parts(group, bool(state.leases.free_parts(group)))
         groups.rest(group, bool(state.leases.holders(group)))
     if members.closes:
@@ -249,6 +250,8 @@ def partition_gone(state: PlaneState, partition: Partition) -> None:
         return
     if partition.sealed:
         state.leases.partition_ended(partition.name)
+    for _, trainer in state.leases.trainers():
+        trainer.partition_gone(partition.serial)
     for group in list(groups.live.values()):
         state.leases.free(group)
         for lease in state.leases.holders(group):
@@ -269,6 +272,7 @@ def registered(state: PlaneState, task: str) -> None:
         return
     if sampler.gate is not None:
         parse_gate(sampler.gate)
+    state.leases.trainer(task).accepts()  # the gate may be another one
     partitions = [partition for partition in state.partitions.values() if partition.groups is not None]
     for partition in partitions:
         for terms in partition.groups.terms:  # type: ignore[union-attr]
@@ -278,6 +282,41 @@ def registered(state: PlaneState, task: str) -> None:
         for group in list(partition.groups.unjudged.values()):  # type: ignore[union-attr]
             judge(state, partition, group)
         settle(state, partition)
+
+
+def reset(state: PlaneState, partition: Partition, task: str) -> None:
+    """The task begins anew with what is here: it may draw all groups once more."""
+    groups = partition.groups
+    if groups is None:
+        return
+    trainer = state.leases.trainer(task)
+    for group in list(groups.live.values()):
+        if task in group.drawn_by:
+            trainer.gives_back(group.index)
+            groups.undrawn(group, task)
+    settle(state, partition)
+
+
+class GroupReader(Holding):
+    """A session that reads groups without batch numbers. What it was given and not trained ends with it."""
+
+    until = Until.SESSION
+    __slots__ = ("_client", "_state")
+
+    def __init__(self, state: PlaneState, client: str) -> None:
+        self._state, self._client = state, client
+
+    def end(self, died: bool) -> bool:
+        for task, trainer in self._state.leases.trainers():
+            for reader in [each for each in trainer.batches if each[1] == self._client]:
+                trained(self._state, task, trainer.take_trained(reader, None))
+        return False
+
+
+def reads(state: PlaneState, call: Call) -> None:
+    """The call's session was given a batch without a number."""
+    if not state.calls.of_session(call.client, GroupReader):
+        state.calls.hold(call, GroupReader(state, call.client))
 
 
 def deadline(state: PlaneState, groups: Groups, group: Group) -> None:
@@ -326,9 +365,13 @@ def judge(state: PlaneState, partition: Partition, group: Group) -> None:
     if any(not gate.tags <= own.keys() for _, gate in gates for own in tags):
         return
     for task, gate in gates:
-        if not gate.judge(tags):
-            state.leases.trainer(task).rejects(gate.seen(tags))
-            leave(state, partition, group, REJECTED, gate.text)
+        try:
+            passes, seen, reason = gate.judge(tags), gate.seen(tags), gate.text
+        except InvalidRequestError as error:  # a tag is no number: whose call this is can't help that
+            passes, seen, reason = False, {}, str(error)
+        if not passes:
+            state.leases.trainer(task).rejects(seen, reason)
+            leave(state, partition, group, REJECTED, reason)
             return
     for task, _ in gates:
         state.leases.trainer(task).accepts()
@@ -342,9 +385,12 @@ def check_starved(state: PlaneState, task: str) -> None:
         return
     trainer = state.leases.trainer(task)
     if trainer.rejected >= STARVED_AFTER * sampler.groups:
-        seen = "; ".join(
-            f"{name} was {', '.join(f'{value} ({count}x)' for value, count in counter.most_common(8))}"
-            for name, counter in trainer.seen.items()
+        seen = (
+            "; ".join(
+                f"{name} was {', '.join(f'{value} ({count}x)' for value, count in counter.most_common(8))}"
+                for name, counter in trainer.seen.items()
+            )
+            or trainer.last_reason
         )
         raise GateStarvedError(
             f"the gate {sampler.gate!r} of task {task!r} has rejected {trainer.rejected} groups in a row: {seen}. "
@@ -362,12 +408,26 @@ def drop_stale(state: PlaneState, partition: Partition, task: str, step: int, is
         return
     oldest = step - sampler.max_staleness
     for group in list(groups.unfinished.values()):
-        if group.version is None or (group.terms.tasks and task not in group.terms.tasks):
-            continue
-        if group.version >= oldest:
+        if group.version is not None and group.version >= oldest and not state.leases.went_back:
             break  # later ones are not older
-        if task not in group.drawn_by and (group.state == READY or not is_drawing):
+        if group.version is None or group.version >= oldest or not group.is_for(task) or task in group.drawn_by:
+            continue
+        if group.drawn_by:
+            _skip(state, partition, group, task)
+        elif group.state == READY or not is_drawing:
             leave(state, partition, group, STALE, f"version {group.version} is too old for step {step}")
+
+
+def _skip(state: PlaneState, partition: Partition, group: Group, task: str) -> None:
+    """One task trains without this group, which others have been given."""
+    groups = partition.groups
+    assert groups is not None
+    groups.drawn(group, task)
+    partition.consumer(task).give(partition.rows_of(np.array(group.all_members(), dtype=np.int64)), UNLEDGERED)
+    if groups.trained(group, task):
+        state.leases.free(group)
+    if groups.acked(group, task):
+        finish(state, partition, group)
 
 
 def heard_of_trained(state: PlaneState, partition: Partition, task: str, reader: Hashable, before: int | None) -> None:

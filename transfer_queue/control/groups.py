@@ -64,6 +64,7 @@ class GroupFollower(Protocol):
     """What a task may draw."""
 
     def group_changed(self, group: Group) -> None: ...
+    def __contains__(self, group: Group, /) -> bool: ...
 
 
 class Work(Protocol):
@@ -182,7 +183,7 @@ class Groups:
     # ---- work begins ----
 
     def first_fresh(self, terms: Iterable[Terms], count: int, among: ReadySet | None) -> list[tuple[int, Terms]]:
-        """(row, terms) of the first heads with these terms that wait for their first lease, the oldest ones first.
+        """(row, terms) of the first heads of each of these terms that wait for their first lease, oldest ones first.
 
         ``among``: only heads of this set.
         """
@@ -194,7 +195,7 @@ class Groups:
             else:
                 rows = [row for block in among.blocks() for row in block[fresh.contains(block)].tolist()][:count]
             found += [(row, each) for row in rows]
-        return sorted(found, key=lambda entry: entry[0])[:count]
+        return sorted(found, key=lambda entry: entry[0])
 
     def terms_waiting(self) -> list[Terms]:
         """The terms of groups that wait for their first lease."""
@@ -258,8 +259,8 @@ class Groups:
         for part in members.parts:
             if group.tokens.get(part) != members.lease:
                 raise LeaseLostError(
-                    f"part {part} of this group belongs to another lease, because this one was lost; nothing was "
-                    f"written. Drop the work, and lease again."
+                    f"this lease does not have part {part} of the group: it was lost or released, or never had it; "
+                    f"nothing was written. Drop the work, and lease again."
                 )
             if part in group.closed:
                 raise GroupStateError(f"part {part} of this group was closed by this lease; nothing can follow.")
@@ -311,7 +312,7 @@ class Groups:
 
         ``blame``: whose attempt it counts as, "worker" or "sample"; None: nobody's.
         """
-        if blame is not None:
+        if blame is not None and reason:
             self._note(group, reason)
         group.attempts += blame == "sample"
         group.worker_attempts += blame == "worker"
@@ -319,6 +320,10 @@ class Groups:
             return FAILED
         self._dirty[group.index] = group
         return None
+
+    def void(self, group: Group, token: int) -> None:
+        """The lease has been given up: nothing can come of it any more."""
+        group.tokens = {part: own for part, own in group.tokens.items() if own != token or part in group.closed}
 
     def _note(self, group: Group, reason: str) -> None:
         group.reasons = [*group.reasons, reason[:_REASON_LENGTH]][-_MOST_REASONS:]
@@ -332,9 +337,12 @@ class Groups:
         """Its deadline is over. Returns the rows that are gone. None: too few parts are closed, so that it expires."""
         if len(group.closed) < (group.terms.min_parts or group.terms.parts):
             return None
-        gone = [index for part in group.open_parts() for index in group.members.pop(part, ())]
+        gone = [index for part in group.open_parts() for index in group.members.get(part, ())]
         self._set(group, CLOSED)
-        return self._clear(gone)
+        cleared = self._clear(gone)
+        if not group.num_members:  # others have cleared what was closed
+            self.emptied[group.index] = group
+        return cleared
 
     def leave(self, group: Group, state: str, reason: str) -> Indexes:
         """It is not trained any more, and its rows are gone. The head stays. Returns them."""
@@ -369,6 +377,7 @@ class Groups:
     def drawable(self, group: Group, can: bool) -> None:
         """All its rows have the fields of a task that draws groups, or not any more."""
         if group.state in DRAWABLE:
+            can = can or any(group in follower for follower in self.followers)
             self._set(group, READY if can else CLOSED, notify=False)
 
     def drawn(self, group: Group, task: str) -> None:
@@ -382,10 +391,13 @@ class Groups:
     def undrawn(self, group: Group, task: str) -> None:
         """Nobody got it, so this task may draw it again."""
         group.drawn_by -= {task}
-        self.unfinished[group.index] = group
-        self._order()
-        if group.state == DRAWN and not group.drawn_by:
-            self._set(group, CLOSED)
+        group.trained_by -= {task}
+        group.acked_by -= {task}
+        if group.index not in self.unfinished:
+            self.unfinished[group.index] = group
+            self._order()
+        if group.state in (DRAWN, TRAINED):
+            self._set(group, DRAWN if group.drawn_by else CLOSED)
         self._changed(group)
 
     def drew(self, task: str, batches: Iterable[tuple[Hashable, int | None, Rows]]) -> None:

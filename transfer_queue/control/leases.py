@@ -27,6 +27,10 @@ STARVED_AFTER: Final = 10
 """A task's fetches fail after so many steps of groups were rejected in a row."""
 
 
+Reader = tuple[int, Hashable]
+"""(serial of the partition, rank, or the client of a reader without one)"""
+
+
 class HeldLease:
     """``parts``: those that it has not closed. ``renewed``: when its worker last said that work goes on."""
 
@@ -38,7 +42,7 @@ class HeldLease:
 
 
 class Worker(Holding):
-    """A session that has leases, until it ends. ``lost``: leases that it may still put rows of."""
+    """A session that has leases, until it ends. ``lost``: by token of leases that it may still put rows of, lease_s."""
 
     until = Until.SESSION
     __slots__ = ("_leases", "client", "leases", "lost", "wakes_at")
@@ -46,7 +50,7 @@ class Worker(Holding):
     def __init__(self, leases: Leases, client: str) -> None:
         self._leases, self.client = leases, client
         self.leases: dict[int, HeldLease] = {}
-        self.lost: dict[int, HeldLease] = {}
+        self.lost: dict[int, float] = {}
         self.wakes_at = 0.0
 
     def end(self, died: bool) -> bool:
@@ -57,31 +61,31 @@ class Worker(Holding):
 class Trainer:
     """A task that draws groups: the slots that are taken, and what it has drawn and not trained yet.
 
-    ``rounds``: by step, (index, its groups). ``batches``: by reader and batch, the same; a reader is a rank of a
-    partition, or a client without one. ``rejected``: groups in a row; ``seen``: what the gate saw of them.
+    ``rounds``: by step, (index, its groups). ``batches``: by reader and batch, the same. ``rejected``: groups in a row; ``seen``: what the gate saw of them.
     """
 
-    __slots__ = ("batches", "charged", "last_step", "rejected", "rounds", "seen")
+    __slots__ = ("batches", "charged", "last_reason", "last_step", "rejected", "rounds", "seen")
 
     def __init__(self) -> None:
         self.charged = self.rejected = 0
         self.last_step = -1
+        self.last_reason = ""
         self.rounds: dict[int, dict[int, Groups]] = {}
-        self.batches: dict[Hashable, dict[int, list[tuple[Groups, Group]]]] = {}
+        self.batches: dict[Reader, dict[int, list[tuple[Groups, Group]]]] = {}
         self.seen: dict[str, Counter[str]] = {}
 
     def step(self, version: int) -> int:
         """The step for which it draws next."""
         return max(version + len(self.rounds), self.last_step + 1)
 
-    def has_drawn(self, step: int, reader: Hashable, batch: int | None, drawn: list[tuple[Groups, Group]]) -> None:
+    def has_drawn(self, step: int, reader: Reader, batch: int | None, drawn: list[tuple[Groups, Group]]) -> None:
         """``batch`` None: the reader's next one."""
         self.rounds.setdefault(step, {}).update((group.index, groups) for groups, group in drawn)
         self.last_step = max(self.last_step, step)
         batches = self.batches.setdefault(reader, {})
         batches[max(batches, default=-1) + 1 if batch is None else batch] = drawn
 
-    def take_trained(self, reader: Hashable, before: int | None) -> list[tuple[Groups, Group]]:
+    def take_trained(self, reader: Reader, before: int | None) -> list[tuple[Groups, Group]]:
         """What this reader was given in its batches before this one; None: in all."""
         batches = self.batches.get(reader, {})
         over = [number for number in batches if before is None or number < before]
@@ -90,14 +94,25 @@ class Trainer:
             self.batches.pop(reader, None)
         return drawn
 
+    def gives_back(self, index: int) -> None:
+        """Nobody got this group, so it is not trained."""
+        self.is_over(index)
+        for batches in self.batches.values():
+            for number, drawn in batches.items():
+                batches[number] = [(groups, group) for groups, group in drawn if group.index != index]
+
+    def partition_gone(self, serial: int) -> None:
+        self.batches = {reader: batches for reader, batches in self.batches.items() if reader[0] != serial}
+
     def is_over(self, index: int) -> None:
         """It has trained this group, or the group is gone."""
         for step, groups in list(self.rounds.items()):
             if groups.pop(index, None) is not None and not groups:
                 del self.rounds[step]
 
-    def rejects(self, seen: dict[str, float]) -> None:
+    def rejects(self, seen: dict[str, float], reason: str) -> None:
         self.rejected += 1
+        self.last_reason = reason
         for name, value in seen.items():
             counter = self.seen.setdefault(name, Counter())
             shown = f"{value:.3g}"
@@ -123,6 +138,8 @@ class Leases:
         self._trainers: dict[str, Trainer] = {}
         self.versions: dict[str, int] = {}
         """By name or pattern of partitions."""
+        self.went_back = False
+        """Whether a version was ever lower than one before it, so that older groups may have higher ones."""
         self._ended: dict[str, None] = {}
 
     # ---- budgets ----
@@ -196,6 +213,7 @@ class Leases:
                 f"version {known} trains in {partition!r}, so version {version} can't be next. A trainer that goes on "
                 f"from an earlier checkpoint says so: advance(..., resumed=True)."
             )
+        self.went_back |= known is not None and version < known
         if resumed:
             for trainer in self._trainers.values():
                 trainer.last_step = min(trainer.last_step, version - 1)
@@ -219,11 +237,12 @@ class Leases:
         self._hold(call, lease)
         return lease
 
-    def revive(self, call: Call, token: int) -> None:
-        """A lease that was lost goes on: its worker has put rows, and nobody else had its parts."""
-        lease = self.worker(call).lost.pop(token, None)
-        if lease is not None:
-            self._hold(call, lease)
+    def revive(self, call: Call, token: int, groups: Groups, group: Group) -> None:
+        """A lease that was lost goes on with what nobody else has of its parts: its worker has put rows."""
+        lease_s = self.worker(call).lost.pop(token, None)
+        parts = [part for part in group.open_parts() if group.tokens.get(part) == token]
+        if lease_s is not None and parts:
+            self._hold(call, HeldLease(token, call.client, groups, group, parts, lease_s))
 
     def _hold(self, call: Call, lease: HeldLease) -> None:
         self._by_token[lease.token], lease.renewed = lease, self.calls.now
@@ -265,27 +284,33 @@ class Leases:
             worker.leases.pop(lease.token, None)
         return True
 
-    def abort(self, lease: HeldLease) -> None:
-        """Its work is of no use any more. Its worker hears of it."""
-        worker = self._workers.get(lease.client)
-        if self.end(lease) and worker is not None:
-            worker.lost[lease.token] = lease
-            if len(worker.lost) > _MOST_LOST:
-                del worker.lost[next(iter(worker.lost))]
+    def abort(self, lease: HeldLease) -> bool:
+        """Its work is of no use any more, and its worker hears of it. Returns whether it was not over before."""
+        was_held = self.end(lease)
+        if was_held:
             self.calls.waits.wake((_RENEWALS, lease.client))
+        return was_held
 
     def lose(self, lease: HeldLease, reason: str, blame: str | None) -> None:
         """Its parts are for others. It may still close them while nobody has them."""
-        self.abort(lease)
+        if not self.abort(lease):
+            return
+        worker = self._workers.get(lease.client)
+        if worker is not None:
+            worker.lost[lease.token] = lease.lease_s
+            if len(worker.lost) > _MOST_LOST:
+                del worker.lost[next(iter(worker.lost))]
         self.lost(lease, reason, blame)
 
     def worker_gone(self, worker: Worker, died: bool) -> None:
         """Its session has ended."""
         del self._workers[worker.client]
         how = "died" if died else "left without closing it"
-        for lease in list(worker.leases.values()):
-            self.end(lease)
-            self.lost(lease, f"worker {worker.client!r} {how}", "worker")
+        # Its timer may still come, and must not find them: a later session may have the same name.
+        leases, worker.leases = list(worker.leases.values()), {}
+        for lease in leases:
+            if self.end(lease):
+                self.lost(lease, f"worker {worker.client!r} {how}", "worker")
 
     def holders(self, group: Group) -> list[HeldLease]:
         """Who works on it."""

@@ -21,7 +21,7 @@ from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.serving import describe
 from transfer_queue.control.state import PlaneState
 from transfer_queue.control.tag_filter import parse_filter
-from transfer_queue.errors import BatchTimeoutError, GroupStateError
+from transfer_queue.errors import BatchTimeoutError, GroupStateError, LeaseLostError
 
 
 class Unconfirmed(Holding):
@@ -35,6 +35,7 @@ class Unconfirmed(Holding):
     def undo(self) -> bool:
         for lease in self._leases:
             if self._state.leases.end(lease):
+                lease.groups.void(lease.group, lease.token)
                 group_work.lost(self._state, lease, "its worker never got it", None)
         return True
 
@@ -212,11 +213,12 @@ def end_lease(state: PlaneState, call: Call, request: p.EndLease) -> p.Reply:
         group_work.leave(state, partition, group, REJECTED, request.reason)
         group_work.settle(state, partition)
     else:
-        groups = group_work.groups_of(state, partition)
         own = state.leases.get(members.lease)
-        if own is not None:
-            state.leases.end(own)
-        group_work.lost(state, own or HeldLease(0, call.client, groups, group, [], 0.0), request.reason, request.blame)
+        if own is None:
+            raise LeaseLostError("this lease was lost before it was released: its attempt counts already.")
+        state.leases.end(own)
+        own.groups.void(group, own.token)
+        group_work.lost(state, own, request.reason, request.blame)
     return p.Done(request.id)
 
 

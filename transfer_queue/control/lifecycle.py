@@ -199,6 +199,7 @@ def reset_consumption(state: PlaneState, call: Call, request: p.ResetConsumption
     for name, consumer in partition.consumers.items():
         if request.task in (None, name):
             consumer.reset()
+            group_work.reset(state, partition, name)
     state.changed(partition)
     return p.Done(request.id, True)
 
@@ -206,6 +207,8 @@ def reset_consumption(state: PlaneState, call: Call, request: p.ResetConsumption
 def forget_task(state: PlaneState, call: Call, request: p.ForgetTask) -> p.Reply:
     """Delete a task in all partitions and end its waiting fetches. If it comes again, it reads from the start."""
     known = [partition for partition in state.partitions.values() if partition.forget_task(request.task)]
+    for partition in known:
+        group_work.reset(state, partition, request.task)
     state.tasks.remove(request.task)
     state.dropped.forget(request.task)
     for wait in state.fetches_of(request.task):

@@ -26,8 +26,9 @@ class ReadyGroups:
     ``order``: the key by which groups are drawn; None: as they became ready.
     """
 
-    def __init__(self, ready: ReadySet, groups: Groups, order: Order | None) -> None:
+    def __init__(self, ready: ReadySet, groups: Groups, order: Order | None, task: str) -> None:
         self.groups = groups
+        self._task = task
         self.order = order
         self._arrivals = 0
         self._num_ready: dict[int, int] = {}
@@ -65,7 +66,12 @@ class ReadyGroups:
     def group_changed(self, group: Group) -> None:
         """Its state, its gate or its rows have changed."""
         num_ready = self._num_ready.get(group.index, 0)
-        is_ready = group.state in _COMPLETE and group.passed and 0 < num_ready == group.num_members
+        is_ready = (
+            group.state in _COMPLETE
+            and group.passed
+            and 0 < num_ready == group.num_members
+            and group.is_for(self._task)
+        )
         known = self._keys.get(group.index)
         if is_ready and known is None:
             self._arrivals += 1
@@ -86,7 +92,7 @@ class TaskGroups:
         known = ready.follower
         fits = isinstance(known, ReadyGroups) and known.groups is groups and known.order is sampler.order_key
         if not isinstance(known, ReadyGroups) or not fits:
-            known = ready.follower = ReadyGroups(ready, groups, sampler.order_key)
+            known = ready.follower = ReadyGroups(ready, groups, sampler.order_key, task)
         self._ready, self._groups, self._task = known, groups, task
         self.step = groups.work.step_of(task)
 
@@ -101,7 +107,10 @@ class TaskGroups:
 
     def unfinished(self) -> Iterator[Group]:
         """All that the task has still to draw, in the order of first leases."""
-        return (group for group in self._groups.unfinished.values() if self._task not in group.drawn_by)
+        return (
+            group for group in self._groups.unfinished.values()
+            if self._task not in group.drawn_by and group.is_for(self._task)
+        )  # fmt: skip
 
     def tags_of_members(self, group: Group) -> list[Tags]:
         return self._groups.tags_of_members(group)

@@ -14,11 +14,11 @@ from transfer_queue.calls import MORE, Holding, More, Turn, Until
 from transfer_queue.control.consumer import UNLEDGERED, Consumer, StreamEnd
 from transfer_queue.control.draw import Draw, Share, Task, foreign
 from transfer_queue.control.filtered import FilteredSet
-from transfer_queue.control.group_record import READY
 from transfer_queue.control.groups import Groups
 from transfer_queue.control.ledger import BatchKey, Entry
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet
+from transfer_queue.control.ready_groups import TaskGroups
 from transfer_queue.control.rows import Rows, all_of
 from transfer_queue.control.state import PlaneState
 from transfer_queue.control.tag_filter import parse_filter
@@ -424,8 +424,10 @@ class ServedFetch:
         """What is ready of a partition where no more groups will be is the tail."""
         groups = self._groups
         assert groups is not None
-        if not self.partition.is_final or any(self._fetch.task not in each.drawn_by and each.state != READY
-                                              for each in groups.unfinished.values()):  # fmt: skip
+        sampler = self._task.sampler
+        assert isinstance(sampler, GroupSampler)
+        queue = TaskGroups(groups, draw.ready, sampler, self._fetch.task)
+        if not self.partition.is_final or any(group not in queue for group in queue.unfinished()):
             return None
         shares = draw.tail_shares(self._task.tail_policy(self._dp_size))
         left = draw.ready.count - sum(len(share.consumed) for share in shares)
