@@ -189,7 +189,7 @@ class GroupVerbs(Gets, Puts, ClientBase):
         except BaseException:
             await self.session.cancel(request.id)
             raise
-        self.session.done(self.session.controller, request.id)
+        await self.session.post_done(request.id)  # now: if this process dies at its work, that counts as an attempt
         found = [Lease(self, granted, *heads[granted.partition, granted.head]) for granted in reply.leases]
         self.renewals.add(found, request.lease_s)
         return found
