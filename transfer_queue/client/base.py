@@ -125,15 +125,7 @@ class ClientBase:
         return found
 
     def close(self) -> None:
-        """End the session; what was put stays, and so do values that were read. Idempotent.
-
-        Examples:
-            >>> from transfer_queue.client import connect
-            >>> other = connect("evaluation", tq.init())  # another client of the same queue
-            >>> other.get_partition_list()
-            []
-            >>> other.close()
-        """
+        """End the session. Idempotent."""
         if self._storage is not None:
             run_blocking(self._storage.close())
         self.session.close()

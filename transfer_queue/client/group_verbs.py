@@ -39,6 +39,15 @@ class GroupVerbs(Gets, Puts, ClientBase):
         return self._renewals
 
     def close(self) -> None:
+        """End the session; leases end, what was put stays, and so do values that were read. Idempotent.
+
+        Examples:
+            >>> from transfer_queue.client import connect
+            >>> other = connect("evaluation", tq.init())  # another client of the same queue
+            >>> other.get_partition_list()
+            []
+            >>> other.close()
+        """
         if self._renewals is not None:
             self._renewals.close()
         super().close()
@@ -76,8 +85,8 @@ class GroupVerbs(Gets, Puts, ClientBase):
             GroupStateError: a key exists already, or the budgets of the tasks contradict each other.
             InvalidRequestError: impossible numbers, or a sealed partition.
         Examples:
-            >>> client.register_task("update_actor", tq.GroupSampler(groups=2))
-            >>> meta = client.add_groups({"prompt": torch.arange(8)}, "train", parts=4, tasks=["update_actor"])
+            >>> client.register_task("actor", tq.GroupSampler(groups=2))
+            >>> meta = client.add_groups({"prompt": torch.arange(8)}, "train", parts=4, tasks=["actor"])
             >>> len(client.lease("train", 8))  # the budget is two steps of two groups
             4
         """
@@ -262,6 +271,13 @@ class GroupVerbs(Gets, Puts, ClientBase):
 
         Returns:
             How many groups.
+        Examples:
+            >>> client.register_task("actor", tq.GroupSampler(groups=1))
+            >>> meta = client.add_groups({"prompt": torch.arange(1)}, "train", tasks=["actor"])
+            >>> rows = client.lease("train")[0].close({"response": torch.arange(3)})
+            >>> batch = client.get_meta(["response"], 1, "train", task_name="actor")
+            >>> client.reject_groups(batch, "longer than the context")
+            1
         """
         check_meta("reject_groups", metadata)
         count = 0

@@ -180,7 +180,8 @@ def _too_late(state: PlaneState, request: p.LeaseGroups, waited_s: float) -> str
     """Why there is nothing to lease."""
     found = list(matching(state, request.partitions))
     names = ", ".join(map(repr, request.partitions))
-    text = f"no group of {names} could be leased in {waited_s:.1f} s: "
+    matching_it = "" if request.where is None else f" that matches {request.where!r}"
+    text = f"no group of {names}{matching_it} could be leased in {waited_s:.1f} s: "
     if not found:
         return f"{text}there is no such partition. Add groups to one, or check the name."
     parts = []
