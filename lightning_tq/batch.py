@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class TQBatch:
-    """Values and metadata of one micro-batch: ``data, meta = batch``.
+    """Values and metadata of one micro-batch: ``data, meta = batch``. With ``Stream(head_fields=...)`` also ``heads``.
 
     It is deliberately not a tuple, mapping or dataclass. Lightning's precision plugins walk into those, treat a
     TensorDict as a dict and lose its batch size, strings and dtypes. Moving a batch leaves its metadata alone.
@@ -33,17 +33,25 @@ class TQBatch:
         2
     """
 
-    __slots__ = ("_copy", "data", "meta", "position")
+    __slots__ = ("_copies", "data", "heads", "meta", "position")
 
-    def __init__(self, data: TensorDict, meta: BatchMeta, position: Position | None = None) -> None:
+    def __init__(
+        self,
+        data: TensorDict,
+        meta: BatchMeta,
+        position: Position | None = None,
+        heads: TensorDict | None = None,
+    ) -> None:
         self.data = data
         self.meta = meta
         self.position = position
         """Where the stream continues after this batch."""
-        self._copy: DeviceCopy | None = None
+        self.heads = heads
+        """[groups] Fields of the groups' heads: row ``meta.group_index[i]`` is that of row i. None: not asked for."""
+        self._copies: list[DeviceCopy | None] | None = None
 
     def __reduce__(self) -> Any:
-        return TQBatch, (self.data, self.meta, self.position)
+        return TQBatch, (self.data, self.meta, self.position, self.heads)
 
     @property
     def size(self) -> int:
@@ -52,8 +60,8 @@ class TQBatch:
 
     def copy_ahead(self, copies: DeviceCopies) -> None:
         """Start the copy that ``to`` returns. The values must not change after this. Idempotent."""
-        if self._copy is None:
-            self._copy = copies.start(self.data)
+        if self._copies is None:
+            self._copies = [None if values is None else copies.start(values) for values in (self.data, self.heads)]
 
     def to(self, device: torch.device | str | int, non_blocking: bool | None = None) -> TQBatch:
         """The same batch with its values on another device, for that device's current stream.
@@ -62,29 +70,29 @@ class TQBatch:
             non_blocking: Whether the host may go on before the values are copied, as in ``TensorDict.to``. Default:
                 where that is safe.
         """
-        copy, self._copy = self._copy, None
-        if copy is not None and copy.side.device == torch.device(device):
-            return TQBatch(copy.finish(), self.meta, self.position)
-        data = self.data.to(device) if non_blocking is None else self.data.to(device, non_blocking=non_blocking)
-        return TQBatch(data, self.meta, self.position)
+        copies, self._copies = self._copies or [None, None], None
+        options: dict[str, Any] = {} if non_blocking is None else {"non_blocking": non_blocking}
+        moved = [
+            copy.finish() if copy is not None and copy.side.device == torch.device(device)
+            else None if values is None else values.to(device, **options)
+            for values, copy in zip((self.data, self.heads), copies, strict=True)
+        ]  # fmt: skip
+        return self._with(self.meta, *moved)
+
+    def _with(self, meta: BatchMeta, data: Any, heads: Any) -> TQBatch:
+        return TQBatch(data, meta, self.position, heads)
 
     def pin_memory(self) -> TQBatch:
         """The same batch with its values in page-locked memory."""
-        return TQBatch(self.data.pin_memory(), self.meta, self.position)
+        return self._with(self.meta, self.data.pin_memory(), None if self.heads is None else self.heads.pin_memory())
 
     def select(self, rows: list[int]) -> TQBatch:
-        """A batch of these rows only."""
-        # Nested tensors that are ragged in several dimensions can't be indexed by a list.
-        ragged: dict[str, Any] = {
-            name: column
-            for name, column in self.data.items()
-            if getattr(column, "is_nested", False) and getattr(column, "layout", None) is torch.strided
-        }
-        data = self.data.exclude(*ragged)[rows]
-        for name, column in ragged.items():
-            tensors = column.unbind()
-            data.set(name, torch.nested.as_nested_tensor([tensors[row] for row in rows]))
-        return TQBatch(data, self.meta.select_samples(rows), self.position)
+        """A batch of these rows only, with the heads of their groups."""
+        heads = None
+        if self.heads is not None:
+            numbers = self.meta.group_index
+            heads = _selected(self.heads, list(dict.fromkeys(numbers[row] for row in rows)))
+        return self._with(self.meta.select_samples(rows), _selected(self.data, rows), heads)
 
     # Unpacking uses __getitem__ only. With __iter__, Lightning would walk into the batch to find its size, and a
     # BatchMeta iterates over one-row BatchMetas without end.
@@ -116,6 +124,20 @@ class TQBatch:
     if TYPE_CHECKING:
 
         def __iter__(self) -> Iterator[Any]: ...
+
+
+def _selected(values: TensorDict, rows: list[int]) -> TensorDict:
+    # Nested tensors that are ragged in several dimensions can't be indexed by a list.
+    ragged: dict[str, Any] = {
+        name: column
+        for name, column in values.items()
+        if getattr(column, "is_nested", False) and getattr(column, "layout", None) is torch.strided
+    }
+    selected = values.exclude(*ragged)[rows]
+    for name, column in ragged.items():
+        tensors = column.unbind()
+        selected.set(name, torch.nested.as_nested_tensor([tensors[row] for row in rows]))
+    return selected
 
 
 class UnfetchedBatch:

@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_tq.callbacks.ack_batches import AckBatches
 from lightning_tq.callbacks.fit_report import FitReport
 from lightning_tq.callbacks.partition_switch import PartitionSwitch
-from lightning_tq.callbacks.publish_weights import policy_version
+from lightning_tq.callbacks.publish_weights import PublishWeights, policy_version
 from lightning_tq.callbacks.queue_checkpoint import restore_queue, writes_in_background
 from lightning_tq.checks import check_choice
 from lightning_tq.loader import StreamLoader, StreamReader, stream_loader
@@ -37,6 +37,7 @@ from lightning_tq.topology import Rank, Topology, run_on_every_rank, run_on_rank
 from lightning_tq.trainer_compat import (
     callbacks_of,
     check_shares,
+    check_slots,
     ignore_harmless_warnings,
     keeps_checkpoints,
     refuse_finders,
@@ -214,6 +215,7 @@ class TQDataModule(LightningDataModule):
         topology = trainer_topology(trainer, self._dp_rank, self._dp_size)
         streams = stage_streams(entry, self._streams)
         check_shares(trainer, streams)
+        check_slots(trainer, streams)
         self._group = ProducerGroup(self._producers) if trainer.is_global_zero else None
         shared = run_on_rank_zero(trainer, lambda: self._prepare(entry, topology, streams))
         rank_zero_info(f"Queue: {shared.address} (watch it with: lightning-tq status --watch {shared.address})")
@@ -245,8 +247,16 @@ class TQDataModule(LightningDataModule):
         if entry == "fit" and checkpoint is not None:
             restore_queue(self.client, checkpoint)
         self._partitions_at_start = self.client.get_partition_list()
+        publishes = entry == "fit" and any(
+            isinstance(each, PublishWeights) for each in callbacks_of(self._own_trainer())
+        )
+        if publishes and checkpoint is None:
+            pattern = self._switch(self._own_trainer()).pattern(self._streams["train"][0], "train")
+            self.client.advance(pattern, self._own_trainer().global_step, resumed=True)
         for each in streams:
-            each.stream.register(self.client, topology.dp_size)
+            # Groups can be leased once their task is there, and must not be before a resumed run knows its version.
+            if not (publishes and checkpoint is not None and each.stage == "train" and each.stream.draws_groups):
+                each.stream.register(self.client, topology.dp_size)
         assert self._group is not None
         if self._group.runs_in(entry):
             self.client.expect_producers()  # an earlier run's have died, and these take seconds to start

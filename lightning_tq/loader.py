@@ -18,7 +18,6 @@ from lightning_tq.progress import AckRule, Position, Progress
 from lightning_tq.stream import StageStream
 from lightning_tq.topology import Topology
 from transfer_queue import (
-    BatchMeta,
     EndOfPartitionError,
     StreamingDataLoader,
     StreamingDataset,
@@ -84,6 +83,11 @@ class ReaderDataset(StreamingDataset):
 
     reader: StreamReader | None = None
 
+    def trained(self, partition_id: str, batch_index: int) -> None:
+        """A batch that the training loop has asked for may not be trained: its steps are told by the reader."""
+        if self.reader is None or self.reader.stage != "train":
+            super().trained(partition_id, batch_index)
+
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "reader": None}  # stays in the process of the loader
 
@@ -98,8 +102,6 @@ class StreamReader:
         self.waiting_since: float | None = None
 
         # Set by the run or by a callback.
-        self.filter_batch: Callable[[TQBatch], TQBatch | None] | None = None
-        """Returns the part of a batch to deliver, or None to skip it."""
         self.device_copies: DeviceCopies | None = None
         """Starts the copy of each delivered batch to the device."""
         self.on_partition: Callable[[str], None] | None = None
@@ -113,12 +115,13 @@ class StreamReader:
         }  # fmt: skip
         self._unfetched: UnfetchedBatch | None = None
         self._just_acked: list[str] = []
+        self._told: tuple[str, int] | None = None
         self._iterator: StreamIterator | None = None
         self.dataset = ReaderDataset(
             config=run.conf, data_fields=stream.fields, partition_id="", task_name=stream.task,
             dp_rank=run.topology.dp_rank, **self._sizes, sampling_config=stream.sampling_config,
             prefetch=stream.prefetch, layout=stream.layout, timeout_s=stream.timeout_s, should_stop=run.has_stopped,
-            where=stream.where,
+            where=stream.where, head_fields=stream.head_fields,
         )  # fmt: skip
         self.dataset.reader = self
 
@@ -174,6 +177,7 @@ class StreamReader:
 
     def next_batch(self, iterator: StreamIterator) -> TQBatch | UnfetchedBatch:
         """Wait for a batch. Raises the error that ended the run, or StopIteration at the end of the stream."""
+        self.tell_trained()
         unfetched, self._unfetched = self._unfetched, None
         if unfetched is not None:  # training goes on
             unfetched.fetch()
@@ -190,7 +194,7 @@ class StreamReader:
             raise StopIteration
         started = self.waiting_since = time.perf_counter()
         try:
-            return self._filtered_batch(iterator)
+            return self._delivered(iterator)
         except StopIteration:
             self._run.check()  # a stopped stream also ends
             iterator.close()
@@ -203,25 +207,19 @@ class StreamReader:
     def _training_ends(self, epochs_ahead: int = 0) -> bool:
         return self.stage == "train" and self._run.training_ends(epochs_ahead)
 
-    def _filtered_batch(self, iterator: StreamIterator) -> TQBatch:
-        completed: list[BatchMeta] = []
-        while True:
-            data, meta = self._next_item(iterator)
-            position = Position(**self.dataset.state_dict(), epoch=self.progress.epoch, **self._sizes)
-            if position.micro_batch == 0:
-                completed.append(meta)
-            batch = TQBatch(data, meta, position)
-            kept = batch if self.filter_batch is None else self.filter_batch(batch)
-            if kept is not None:
-                if self.device_copies is not None:
-                    kept.copy_ahead(self.device_copies)
-                self.progress.deliver(position, completed)
-                return kept
+    def _delivered(self, iterator: StreamIterator) -> TQBatch:
+        data, meta, *heads = self._next_item(iterator)
+        position = Position(**self.dataset.state_dict(), epoch=self.progress.epoch, **self._sizes)
+        batch = TQBatch(data, meta, position, *heads)
+        if self.device_copies is not None:
+            batch.copy_ahead(self.device_copies)
+        self.progress.deliver(position, [] if position.micro_batch else [meta])
+        return batch
 
     def _next_item(self, iterator: StreamIterator) -> Any:
         try:
             items = iterator.items  # the first access starts it
-            if self.progress.taken == self.stream.num_batches:  # not in the loader, which would count filtered batches
+            if self.progress.taken == self.stream.num_batches:
                 raise StopIteration
             return next(items)
         except StopIteration:
@@ -245,7 +243,7 @@ class StreamReader:
             raise EndOfPartitionError(
                 f"stream {self.label!r} has num_batches={expected}, but partition {self.progress.partition!r} ended "
                 f"after {taken}. Lightning would silently skip the validation of this epoch. Produce enough for "
-                f"{expected} micro-batches of {self.stream.micro_size} rows on every rank, or lower num_batches."
+                f"{expected} micro-batches on every rank, or lower num_batches."
             )
         self._run.stream_ended(self)
 
@@ -256,6 +254,19 @@ class StreamReader:
         self.progress.train(batch.position if isinstance(batch, TQBatch) else None)
         if stepped:
             self.progress.step()
+
+    def tell_trained(self) -> None:
+        """Free the slots of the groups that optimizer steps have trained, so that work on others may begin.
+
+        Not at the step itself, after which the next policy version is announced: groups of these slots are to have it.
+        """
+        position = self.progress.position
+        if not self.stream.draws_groups or position is None or not self._run.topology.is_reader:
+            return
+        before, self._told = self._told, (position.partition_id, position.batch_index)
+        if self._told != before:
+            rank = self._run.topology.dp_rank
+            self._run.client.note_trained(position.partition_id, self.stream.task, position.batch_index, rank)
 
     def ack_due(self) -> None:
         """Acknowledge what is due. One rank of each data-parallel group does so; the first group's rank clears."""
@@ -278,6 +289,7 @@ class StreamReader:
 
     def finish(self, owner: Trainer | Fabric) -> None:
         """Training is over: acknowledge what is due on all ranks. This is a collective."""
+        self.tell_trained()
         self.ack_due()
         if self.stream.clear_consumed:
             owner.strategy.barrier("lightning_tq_acked")

@@ -44,6 +44,9 @@ class NamesPartitions(Protocol):
     def partition(self, stream: Stream, *, epoch: int, global_step: int, policy_version: int, stage: str) -> str:
         """The partition for an iterator that starts now."""
 
+    def pattern(self, stream: Stream, stage: str) -> str:
+        """A pattern for all names that ``partition`` may return in this stage."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSpec:
@@ -194,6 +197,17 @@ class Run:
         return self.spec.switch.partition(
             reader.stream, epoch=epoch, global_step=step, policy_version=version, stage=reader.stage
         )
+
+    def announce(self, version: int, is_first: bool) -> None:
+        """Say which policy version trains now: groups that are leased from now on have it.
+
+        Args:
+            is_first: It is the first one of this run, which may follow a run that had come further.
+        """
+        stream, stage = self.train_reader().stream, "train"
+        self.client.advance(self.spec.switch.pattern(stream, stage), version, resumed=is_first)
+        if is_first and stream.draws_groups:  # if it resumes, leases have waited for this
+            stream.register(self.client, self.topology.dp_size)
 
     @property
     def overfits(self) -> bool:

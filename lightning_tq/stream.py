@@ -9,7 +9,7 @@ from string import Formatter
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_tq.checks import check_choice, check_int, nearest
-from transfer_queue import BaseSampler, parse_filter
+from transfer_queue import BaseSampler, GroupSampler, parse_filter
 from transfer_queue.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -41,10 +41,14 @@ class Stream:
     """Name of the consumer. Each task sees every sample of a partition, independently of other tasks."""
     fields: list[str]
     """Fields to read. A sample is ready when it has all of them."""
-    batch_size: int
-    """Samples per data-parallel rank and batch, which the sampler picks at once."""
+    batch_size: int | None = None
+    """Samples per data-parallel rank and batch, which the sampler picks at once. With a GroupSampler leave it out: a
+    batch is this rank's share of its whole groups."""
     micro_batch_size: int | None = None
     """Rows that the loader yields at once. Default: the whole batch."""
+    head_fields: list[str] | None = None
+    """Fields of the groups' heads, such as an image that all rows of a group share. They are read once per batch;
+    ``batch.heads`` has a row per group, and ``meta.group_index`` says which one is a row's."""
     sampler: BaseSampler | str | None = None
     """How ready samples form a batch: class_path and init_args, or the name of a built-in sampler. Default:
     RankAwareSampler with the number of data-parallel ranks."""
@@ -102,15 +106,18 @@ class Stream:
             raise InvalidRequestError(
                 f"sampler must be a sampler, the name of a built-in one or None, got {self.sampler!r}."
             )
+        if isinstance(self.sampler, GroupSampler):
+            self.sampler.check_tail(self.tail)
 
     def _check_names(self) -> None:
         for name in ("partition", "task"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
                 raise InvalidRequestError(f"{name} must be a name, got {value!r}.")
-        names = self.fields if isinstance(self.fields, Sequence) and not isinstance(self.fields, str) else []
-        if not names or not all(isinstance(name, str) and name for name in names):
-            raise InvalidRequestError(f"fields must be a list of field names, at least one, got {self.fields!r}.")
+        for label, names in (("fields", self.fields), ("head_fields", self.head_fields)):
+            if (names is None and label == "head_fields") or _are_names(names):
+                continue
+            raise InvalidRequestError(f"{label} must be a list of field names, at least one, got {names!r}.")
         unknown = [name for name in self.variables if name not in VARIABLES]
         if unknown:
             known = ", ".join(f"{{{name}}}" for name in VARIABLES)
@@ -120,11 +127,16 @@ class Stream:
             )
 
     def _check_sizes(self) -> None:
-        check_int("batch_size", self.batch_size, 1)
+        if self.draws_groups and self.batch_size is not None:
+            raise InvalidRequestError(
+                f"batch_size={self.batch_size} has no effect with a GroupSampler, which draws whole groups, however "
+                f"many rows they have. Leave it out; micro_batch_size is the rows that a step gets at once."
+            )
+        check_int("batch_size", self.batch_size, 1, optional=self.draws_groups)
         check_int("micro_batch_size", self.micro_batch_size, 1, optional=True)
         check_int("num_batches", self.num_batches, 1, optional=True)
         check_int("num_workers", self.num_workers, 0)
-        if self.micro_size > self.batch_size:
+        if self.batch_size is not None and (self.micro_batch_size or 0) > self.batch_size:
             raise InvalidRequestError(
                 f"micro_batch_size {self.micro_batch_size} is larger than batch_size {self.batch_size}. Lower "
                 f"it, or omit it."
@@ -139,12 +151,17 @@ class Stream:
         sampler = self.sampler or "RankAwareSampler"
         if isinstance(sampler, BaseSampler):
             sampler = sampler.for_ranks(dp_size)
-            sampler.check(self.batch_size, dp_size)
+            sampler.check(self.batch_size or 0, dp_size)
         client.register_task(self.task, sampler, dp_size, self.tail)
 
     @property
-    def micro_size(self) -> int:
-        """Rows that the loader yields at once."""
+    def draws_groups(self) -> bool:
+        """Whether a batch is whole groups."""
+        return isinstance(self.sampler, GroupSampler)
+
+    @property
+    def micro_size(self) -> int | None:
+        """Rows that the loader yields at once. None: a whole batch of groups."""
         return self.batch_size if self.micro_batch_size is None else self.micro_batch_size
 
     @property
@@ -161,6 +178,11 @@ class Stream:
             return [name for _, name, _, _ in Formatter().parse(self.partition) if name is not None]
         except ValueError as error:
             raise InvalidRequestError(f"partition template {self.partition!r} is malformed: {error}.") from error
+
+    def pattern(self, stage: str) -> str:
+        """A pattern for all partitions that the template may name in this stage."""
+        any_value = dict.fromkeys(VARIABLES, "*") | {"stage": stage}
+        return self.partition.format(**any_value)
 
     def partition_at(self, *, epoch: int, global_step: int, stage: str, policy_version: int | None = None) -> str:
         """The partition's name at this point of a run. ``policy_version``: by default the global step."""
@@ -184,10 +206,17 @@ def as_stream(given: Stream | Mapping[str, Any], label: str) -> Stream:
         raise InvalidRequestError(
             f"stream {label!r} has no option {unknown[0]!r}; did you mean {nearest(unknown[0], options)!r}?"
         )
-    missing = [name for name, is_needed in options.items() if is_needed and name not in given]
+    needed = [name for name, has_no_default in options.items() if has_no_default]
+    needed += [] if isinstance(given.get("sampler"), GroupSampler) else ["batch_size"]
+    missing = [name for name in needed if name not in given]
     if missing:
         raise InvalidRequestError(f"stream {label!r} lacks {', '.join(missing)}: got {dict(given)!r}.")
     return Stream(**given)
+
+
+def _are_names(names: object) -> bool:
+    is_list = isinstance(names, Sequence) and not isinstance(names, str)
+    return is_list and bool(names) and all(isinstance(name, str) and name for name in names)  # type: ignore[attr-defined]
 
 
 def _check_clearing(tasks: object, replay: bool) -> None:

@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from transfer_queue import GroupSampler
 from transfer_queue.errors import ConfigError, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -105,6 +106,24 @@ def check_shares(trainer: Trainer, streams: Sequence[StageStream]) -> None:
                     f"Trainer({name}={share}) is a share of an epoch, but the length of stream {each.label!r} is "
                     f"unknown. Set Stream(num_batches=...), the batches per epoch, or a number of batches: {name}=100."
                 )
+
+
+def check_slots(trainer: Trainer, streams: Sequence[StageStream]) -> None:
+    """Raise InvalidRequestError where a step would need more groups than may be begun before it, and wait for ever."""
+    for each in streams:
+        sampler = each.stream.sampler
+        if each.stage != "train" or not isinstance(sampler, GroupSampler):
+            continue
+        ahead = fetches_ahead(trainer, each.stream)
+        batches = ahead + (trainer.accumulate_grad_batches if each.stream.micro_batch_size is None else 1)
+        if sampler.budget < batches * sampler.groups:
+            why = "Lightning fetches one batch ahead where the length is unknown" if ahead else "gradients accumulate"
+            remedy = "set Stream(num_batches=...), the batches per epoch, or " if ahead else ""
+            raise InvalidRequestError(
+                f"stream {each.label!r} needs {batches} batches of {sampler.groups} groups at once, because {why}, but "
+                f"its GroupSampler admits {sampler.budget} groups: training would wait for ever. To go on, {remedy}"
+                f"raise ahead."
+            )
 
 
 def ignore_harmless_warnings() -> None:

@@ -61,7 +61,7 @@ class LocalCaller:
             for number in asked:
                 self._waiting.pop(number, None)
 
-    async def post(self, call: PeerCall) -> None:
+    async def post(self, call: PeerCall, number: int = NOBODY_WAITS) -> None:
         """See ``SocketCaller``."""
         self._post(call, call.header)
 

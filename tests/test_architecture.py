@@ -44,7 +44,8 @@ GROUPS = {
     "transfer_queue.controller": ("launch", 9),
     "transfer_queue.interface": ("interface", 10),
     "transfer_queue.dataloader": ("dataloader", 11),
-    "lightning_tq": ("lightning_tq", 12),
+    "transfer_queue.contrib": ("contrib", 12),
+    "lightning_tq": ("lightning_tq", 13),
 }
 # Files and folders of lightning_tq. Each may import those in lines above its own: annotations and functions count, too.
 LIGHTNING_RANKS = """

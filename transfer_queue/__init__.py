@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps 
         KeyChanges as KeyChanges,
         TransferQueueClient as TransferQueueClient,
     )
+    from transfer_queue.client.lease import Lease as Lease
     from transfer_queue.control.tag_filter import parse_filter as parse_filter
     from transfer_queue.dataloader import (
         StreamingDataLoader as StreamingDataLoader,
@@ -39,7 +40,10 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps 
         ConfigError as ConfigError,
         EndOfPartitionError as EndOfPartitionError,
         FieldNotReadyError as FieldNotReadyError,
+        GateStarvedError as GateStarvedError,
+        GroupStateError as GroupStateError,
         KeysTimeoutError as KeysTimeoutError,
+        LeaseLostError as LeaseLostError,
         ProducersGoneError as ProducersGoneError,
         QueueUnreachableError as QueueUnreachableError,
         SampleClearedError as SampleClearedError,
@@ -82,6 +86,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps 
     from transfer_queue.sampler import (
         BaseSampler as BaseSampler,
         GRPOGroupNSampler as GRPOGroupNSampler,
+        GroupSampler as GroupSampler,
         RankAwareSampler as RankAwareSampler,
         SeqlenBalancedSampler as SeqlenBalancedSampler,
         SequentialSampler as SequentialSampler,
@@ -104,17 +109,18 @@ _MODULES = {
     "transfer_queue.launch.serve": ("serve",),
     "transfer_queue.metadata": ("BatchMeta", "KVBatchMeta"),
     "transfer_queue.client": ("AsyncTransferQueueClient", "KeyChanges", "TransferQueueClient"),
+    "transfer_queue.client.lease": ("Lease",),
     "transfer_queue.control.tag_filter": ("parse_filter",),
     "transfer_queue.diagnosis": ("Finding", "diagnose"),
     "transfer_queue.errors": (
         "BatchTimeoutError", "CheckpointError", "CheckpointNotFoundError", "ConfigError", "EndOfPartitionError",
-        "FieldNotReadyError", "KeysTimeoutError", "ProducersGoneError", "QueueUnreachableError", "SampleClearedError",
-        "SchemaConflictError", "StorageFullError", "StorageKeyNotFoundError", "TransferQueueError",
-        "UnitLostError", "UnsupportedValueError",
+        "FieldNotReadyError", "GateStarvedError", "GroupStateError", "KeysTimeoutError", "LeaseLostError",
+        "ProducersGoneError", "QueueUnreachableError", "SampleClearedError", "SchemaConflictError", "StorageFullError",
+        "StorageKeyNotFoundError", "TransferQueueError", "UnitLostError", "UnsupportedValueError",
     ),
     "transfer_queue.sampler": (
-        "BaseSampler", "GRPOGroupNSampler", "RankAwareSampler", "SeqlenBalancedSampler", "SequentialSampler",
-        "TokenBudgetSampler",
+        "BaseSampler", "GRPOGroupNSampler", "GroupSampler", "RankAwareSampler", "SeqlenBalancedSampler",
+        "SequentialSampler", "TokenBudgetSampler",
     ),
     "transfer_queue.dataloader": (
         "StreamingDataLoader", "StreamingDataset", "chunk_batch_fn", "default_fetch_batch_fn", "token_budget_batch_fn",

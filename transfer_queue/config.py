@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
@@ -23,6 +23,8 @@ ADDRESS_VARIABLE = "TQ_ADDRESS"
 KEY_FILE_VARIABLE = "TQ_KEY_FILE"
 _FREE_SECTIONS = ("zmq_info", "ucx_env_vars")
 _TYPO_CUTOFF = 0.75
+_Count = Annotated[int, msgspec.Meta(gt=0)]
+_Seconds = Annotated[float, msgspec.Meta(gt=0)]
 _SHARE_OF_MACHINE = 2
 """By default the queue may use this fraction (one half) of the machine's memory."""
 
@@ -32,7 +34,7 @@ class MetricsConfig:
     """Prometheus metrics at ``http://<endpoint>/metrics``; needs the package prometheus-client."""
 
     enabled: bool = False
-    port: int = 0
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     """0: a free one."""
     host: str | None = None
     """The address to serve at, "0.0.0.0" for all networks. None: that of ``listen``, or else 127.0.0.1."""
@@ -46,7 +48,7 @@ class ClientConfig:
 
     layout: Literal["jagged", "dense"] = "jagged"
     """Layout of tensors with at least one dim: always nested, or dense if the rows' shapes agree."""
-    timeout_s: float = 30.0
+    timeout_s: _Seconds = 30.0
     """Longest wait for a server's answer, on top of the requested wait; then QueueUnreachableError."""
 
 
@@ -89,8 +91,6 @@ class SpillConfig:
     """
     threshold_bytes: int = 64 << 10
     """Smaller blocks stay in memory. A block is one field of one put."""
-    glibc_mmap_threshold_bytes: int = 1 << 20
-    """It changes nothing; configurations of TransferQueue 0.1 have it."""
 
     def most_bytes(self) -> int | None:
         """Most bytes on disk of all units; None: half of what is free."""
@@ -105,19 +105,19 @@ class SpillConfig:
 class SharedMemoryConfig:
     """Storage in the memory of server processes, which clients of the same host map."""
 
-    total_storage_size: int | None = None
+    total_storage_size: _Count | None = None
     """Most samples stored at once; a put waits if the queue is full. None: no limit."""
-    num_data_storage_units: int = 2
+    num_data_storage_units: _Count = 2
     """Number of storage units. Units that share a process are one unit."""
     memory: str | int | None = "auto"
     """Most bytes of values in all units, as a number or "4GiB"; a put waits if they are full. "auto": half of the
     memory of the machine, or of this process's cgroup. None: no limit.
     """
-    capacity_bytes: int | None = None
+    capacity_bytes: _Count | None = None
     """Most bytes per unit, instead of ``memory``."""
     arena: bool = True
     """Clients of this host map the units' memory. False: values always travel in messages, which is slower."""
-    put_timeout_s: float = 60.0
+    put_timeout_s: _Seconds = 60.0
     """Longest wait of a put for room, then StorageFullError."""
     allow_pickle: bool = False
     """True: objects of any class may be stored. Readers then unpickle what producers sent."""
@@ -147,15 +147,9 @@ class SharedMemoryConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MooncakeOffloadConfig:
-    """Values that Mooncake itself keeps on disk. Its master and client take these as they are."""
+    """Values that Mooncake itself keeps on disk. config.yaml has more keys, which change nothing."""
 
     enabled: bool = False
-    file_storage_path: str | None = None
-    """None: ``mooncake_offload`` in the system's temporary directory."""
-    local_buffer_size_bytes: int = 2 << 30
-    use_uring: bool = False
-    heartbeat_interval_seconds: int = 2
-    client_port: int = 42052
     eviction_high_watermark_ratio: float = 0.9
     eviction_ratio: float = 0.1
 
@@ -179,38 +173,7 @@ class MooncakeConfig:
     device_name: str = ""
     hard_pin: bool | None = None
     """True: values are never evicted. None: as long as ``offload`` is off."""
-    use_gdr: bool = False
-    gdr_staging_buffer_mb: int = 1024
     offload: MooncakeOffloadConfig = field(default_factory=MooncakeOffloadConfig)
-    zmq_info: Any = None
-    """The addresses of the units, which hold references; filled by init()."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class YuanrongConfig:
-    """Not available; the keys are known so that a configuration that has them still loads."""
-
-    auto_init: bool = True
-    worker_port: int = 31501
-    metastore_port: int = 2379
-    enable_yr_npu_transport: bool = False
-    ds_max_workers: int = 1
-    enable_rdma: bool = False
-    ucx_env_vars: dict[str, Any] = field(default_factory=dict)
-    worker_args: str = "--shared_memory_size_mb 8192"
-    zmq_info: Any = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RayStoreConfig:
-    """Values in Ray's object store."""
-
-    address: str | None = None
-    """The Ray cluster's address; filled by init()."""
-    actor: str | None = None
-    """The name of the actor that owns the values; filled by init()."""
-    zmq_info: Any = None
-    """The addresses of the units, which hold references; filled by init()."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,8 +183,10 @@ class BackendConfig:
     storage_backend: str = "SimpleStorage"
     SimpleStorage: SharedMemoryConfig = field(default_factory=SharedMemoryConfig)
     MooncakeStore: MooncakeConfig | None = None
-    Yuanrong: YuanrongConfig | None = None
-    RayStore: RayStoreConfig | None = None
+    Yuanrong: dict[str, Any] | None = None
+    """Not available; its keys are known so that a configuration that has them still loads."""
+    RayStore: dict[str, Any] | None = None
+    """Values in Ray's object store. All of it is filled by init()."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -365,30 +330,21 @@ def typed(conf: DictConfig | Mapping[str, Any]) -> FullConfig:
     try:
         config = msgspec.convert(plain, FullConfig)
     except msgspec.ValidationError as error:
-        text, _, path = str(error).partition(" - at `$.")
-        raise ConfigError(f"{path.rstrip('`') or 'the configuration'}: {text}.") from None
+        from omegaconf import OmegaConf
+
+        text, _, path = str(error).rstrip("`").partition(" - at `$.")
+        given = f" is {OmegaConf.select(OmegaConf.create(plain), path)!r}" if path else ""
+        raise ConfigError(f"{path or 'the configuration'}{given}: {text}.") from None
     _check(config)
     return config
 
 
 def _check(config: FullConfig) -> None:
     storage = config.backend.SimpleStorage
-    positive = {
-        "backend.SimpleStorage.num_data_storage_units": storage.num_data_storage_units,
-        "backend.SimpleStorage.total_storage_size": storage.total_storage_size,
-        "backend.SimpleStorage.capacity_bytes": storage.capacity_bytes,
-        "backend.SimpleStorage.put_timeout_s": storage.put_timeout_s,
-        "client.timeout_s": config.client.timeout_s,
-    }
-    for name, value in positive.items():
-        if value is not None and value <= 0:
-            raise ConfigError(f"{name} must be a number above 0 or null, got {value!r}.")
     storage.memory_bytes()
     if config.listen is not None and not config.listen.startswith("tcp://"):
         raise ConfigError(f"listen must be an address tcp://HOST:PORT or null, got {config.listen!r}.")
     storage.ssd_offload.most_bytes()
-    if not 0 <= config.metrics.port <= 65535:
-        raise ConfigError(f"metrics.port must be between 0 and 65535, got {config.metrics.port!r}.")
 
 
 def to_plain(conf: DictConfig) -> dict[str, Any]:

@@ -56,6 +56,18 @@ class EndOfPartitionError(TransferQueueError, EOFError):
     """The stream has ended: sealed and fully read, or cleared. This differs from "nothing yet"."""
 
 
+class LeaseLostError(TransferQueueError, RuntimeError):
+    """The lease has ended, or was never this client's; nothing was written. The text says who has the work now."""
+
+
+class GroupStateError(InvalidRequestError):
+    """The group, its part, or the task that trains it is in another state than the call needs."""
+
+
+class GateStarvedError(TransferQueueError, RuntimeError):
+    """A gate rejected group after group; the text has what it saw."""
+
+
 class ProducersGoneError(TransferQueueError, RuntimeError):
     """Every producer that a consumer waits for has died, so the wait would never end."""
 

@@ -59,6 +59,7 @@ class AckBatches(Callback):
         self._unstepped = 0
         for reader in _trained(trainer):
             reader.progress.step()
+            reader.tell_trained()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         correct_progress(checkpoint, self._unstepped)

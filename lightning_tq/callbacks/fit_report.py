@@ -11,12 +11,10 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_tq.callbacks.staleness_guard import StalenessGuard
 from lightning_tq.checks import counted
 from lightning_tq.run import Run
 from lightning_tq.stream import Stream
-from lightning_tq.trainer_compat import callbacks_of
-from transfer_queue import Finding
+from transfer_queue import Finding, GroupSampler
 
 
 class TrainingClock:
@@ -76,21 +74,20 @@ class FitReport(Callback):
             return
         elapsed, waited = self._clock.read(run.train_reader().waited_s)
         limit = Finding.of_training(elapsed, waited)
-        limit = replace(limit, to_do=tuple(_advice(trainer, run.train_reader().stream, limit)))
+        limit = replace(limit, to_do=tuple(_advice(run.train_reader().stream, limit)))
         rank_zero_info(
             f"Queue: {counted(self._batches, 'batch', 'batches')} in {elapsed:.1f} s without validation, the first one "
             f"after {self._until_first_s:.1f} s; {limit}"
         )
 
 
-def _advice(trainer: Trainer, stream: Stream, limit: Finding) -> Iterator[str]:
+def _advice(stream: Stream, limit: Finding) -> Iterator[str]:
     """What to turn. Generation may be slow, or may be held back."""
     if limit.what == "training":
         yield "make steps faster or use more data-parallel ranks (more or faster producers would not help)"
         return
     yield "add producers (Producer(count=...)) or make them faster"
-    guard = next((each for each in callbacks_of(trainer) if isinstance(each, StalenessGuard) and each.pace), None)
-    if guard is not None:
-        yield f"let them wait less for training by StalenessGuard(max_staleness={guard.max_staleness + 1})"
+    if isinstance(stream.sampler, GroupSampler):
+        yield f"let them work further ahead of training by GroupSampler(ahead={stream.sampler.ahead + 1})"
     if not stream.prefetch:
         yield "set Stream(prefetch=True)"

@@ -39,6 +39,11 @@ class PartitionSwitch(Callback):
         """The partition for an iterator that starts now. Override it for other names; all ranks must agree."""
         return stream.partition_at(epoch=epoch, global_step=global_step, stage=stage, policy_version=policy_version)
 
+    def pattern(self, stream: Stream, stage: str) -> str:
+        """A pattern for all names that ``partition`` may return in this stage."""
+        is_own = type(self).partition is not PartitionSwitch.partition
+        return "*" if is_own else stream.pattern(stage)
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         run_of(trainer, "PartitionSwitch")
 

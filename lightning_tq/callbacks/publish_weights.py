@@ -45,6 +45,9 @@ class PublishWeights(Callback):
     thread of the first rank puts the copy into the queue, and its errors end the training. The version is
     ``trainer.global_step``. At the end of training the partition is sealed, which ends the readers' waits.
 
+    It also tells the queue which version trains now (``client.advance``), for all partitions that the train stream may
+    read. So a lease has the version whose weights are right for it: ``latest(least=lease.version)``.
+
     Examples:
         >>> trainer = L.Trainer(max_epochs=1, callbacks=[PublishWeights(module="layer")])
         >>> trainer.fit(Model(), dm)
@@ -192,7 +195,9 @@ class PublishWeights(Callback):
 
     def _publish(self, trainer: Trainer, pl_module: LightningModule, version: int) -> None:
         """All ranks must call it, because the weights may be sharded over them."""
-        self._version = version
+        before, self._version = self._version, version
+        if trainer.is_global_zero:  # before the weights are copied, so that no group is leased with the last version
+            run_of(trainer).announce(version, is_first=before is None or version < before)
         state = _full_state(trainer, pl_module)
         if self._worker is None:
             return

@@ -25,8 +25,8 @@ Stage = Literal["train", "val", "test", "predict"]
 _CLEAR_EVERY_S = 0.2
 _STORAGE_ADVICE = (
     "The queue is full of samples, so a fit can't write new fields back, and only training frees space. Limit the "
-    "samples (queue.total_storage_size) so that all of their fields fit into queue.memory. Or pace producers "
-    "(StalenessGuard), or raise queue.memory."
+    "samples (queue.total_storage_size) so that all of their fields fit into queue.memory. Or let "
+    "producers lease groups, as many as a GroupSampler admits, or raise queue.memory."
 )
 _STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step", "predict": "predict_step"}
 

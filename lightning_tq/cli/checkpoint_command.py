@@ -14,14 +14,15 @@ from transfer_queue.errors import CheckpointNotFoundError, TransferQueueError
 
 _DAMAGED = 1
 _NOT_FOUND = 2
-_DESCRIPTION = """Look into a saved queue, such as last.ckpt.tq next to last.ckpt, without starting a queue. "show"
-prints its partitions, fields and tasks. "verify" also reads every value and compares it with its checksum. Exit codes:
-0, 1 if the checkpoint is damaged or foreign, 2 if there is none."""
 
 
 def main(args: Sequence[str]) -> int:
-    """Returns the exit code: 0, 1 for a damaged or foreign checkpoint, 2 if there is none or an option is invalid."""
-    parser = argparse.ArgumentParser("lightning-tq checkpoint", description=_DESCRIPTION, allow_abbrev=False)
+    """Look into a saved queue, such as last.ckpt.tq next to last.ckpt, without starting a queue.
+
+    "show" prints its partitions, fields and tasks. "verify" also reads every value and compares it with its checksum.
+    Exit codes: 0, 1 if the checkpoint is damaged or foreign, 2 if there is none.
+    """
+    parser = argparse.ArgumentParser("lightning-tq checkpoint", description=main.__doc__, allow_abbrev=False)
     parser.add_argument("action", choices=["show", "verify"])
     parser.add_argument("path", metavar="PATH", help="The saved queue: a directory, or a URL that fsspec knows.")
     parser.add_argument("--json", action="store_true", help="Print a JSON object.")

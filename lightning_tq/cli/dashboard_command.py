@@ -8,10 +8,6 @@ import asyncio
 import contextlib
 import sys
 
-DESCRIPTION = """Show a running queue as a web page that follows it: partitions and tasks as they fill and drain,
-waiting fetches and what they lack, throughput and waits over time, memory, clients, alarms. It changes nothing in the
-queue. The printed address has a token, without which the page shows nothing, also to other users of this host."""
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     host = "Where to listen; 0.0.0.0: on all networks. Default: 127.0.0.1, for programs of this host."

@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 from lightning_tq.checks import counted, list_names
-from lightning_tq.cli.dashboard_command import DESCRIPTION as DASHBOARD
 from lightning_tq.cli.dashboard_command import add_options as add_dashboard_options
 from lightning_tq.cli.dashboard_command import serve as serve_dashboard
 from transfer_queue.errors import TransferQueueError
@@ -27,19 +26,6 @@ _UNREACHABLE = 2
 _INTERRUPTED = 130
 _SINGLE_INTERVAL_S = 0.5
 """Seconds between the two snapshots of a single report."""
-
-_STATUS = """Show a running queue: samples by partition and task (ready, batches in flight, consumed, per second),
-waiting requests and what they lack, clients that hold something, samplers that held the server, and what each storage
-unit holds. It changes nothing in the queue. Rates compare two snapshots; a single report takes both, half a second
-apart."""
-_CLIENTS = """List the clients of a running queue and what each holds: connections, samples that it reserved and has not
-put, leases and pins of memory, freezes of a checkpoint, permits to replace values, waiting requests, and answers that
-it has not received yet. It changes nothing in the queue."""
-_EVICT = """End the session of a client that hangs, as if it had died. What it reserved, leased, pinned or froze is
-released; what it fetched and never received goes to others. "lightning-tq clients" names the clients. A storage unit
-is evicted only with --unit, because what it stores is lost."""
-_FORGET_TASK = """Let no partition keep samples for this task any more, because its name was misspelt or it will never
-read again. Should it fetch again, it reads from the start."""
 
 _HOLDINGS = {
     "reserved": "reserved sample", "leases": "lease", "pins": "pin", "freezes": "freeze", "leaves": "replace permit",
@@ -58,8 +44,8 @@ def main(name: str, args: Sequence[str]) -> int:
         from lightning_tq.cli.checkpoint_command import main as look_at_checkpoint
 
         return look_at_checkpoint(args)
-    act, description = _COMMANDS[name]
-    parser = argparse.ArgumentParser(f"lightning-tq {name}", description=description, allow_abbrev=False)
+    act = _COMMANDS[name]
+    parser = argparse.ArgumentParser(f"lightning-tq {name}", description=act.__doc__, allow_abbrev=False)
     if act is _evict:
         parser.add_argument("client", metavar="CLIENT", help="Name of the client.")
         parser.add_argument("--unit", action="store_true", help="Also if it is a storage unit. Its values are lost.")
@@ -128,6 +114,12 @@ def _unknown(reason: str, name: str, names: Iterable[str]) -> int:
 
 
 def _status(options: argparse.Namespace, address: str) -> int:
+    """Show a running queue: its samples, what waits, who holds something, and its storage units.
+
+    Samples are listed by partition and task: ready, batches in flight, consumed, per second. Waiting requests come with
+    what they lack, clients with what they hold. Samplers that held the server are named. It changes nothing in the
+    queue. Rates compare two snapshots; a single report takes both, half a second apart.
+    """
     asyncio.run(_live(options, address) if _is_live(options) else _print(options, address))
     return 0
 
@@ -173,6 +165,12 @@ async def _live(options: argparse.Namespace, address: str) -> None:
 
 
 def _dashboard(options: argparse.Namespace, address: str) -> int:
+    """Show a running queue as a web page that follows it.
+
+    It has partitions and tasks as they fill and drain, waiting fetches and what they lack, throughput and waits over
+    time, memory, clients, alarms. It changes nothing in the queue. The printed address has a token, without which the
+    page shows nothing, also to other users of this host.
+    """
     return serve_dashboard(options, address)
 
 
@@ -180,6 +178,11 @@ def _dashboard(options: argparse.Namespace, address: str) -> int:
 
 
 def _clients(options: argparse.Namespace, address: str) -> int:
+    """List the clients of a running queue and what each holds. It changes nothing in the queue.
+
+    Listed are connections, samples that it reserved and has not put, leases and pins of memory, freezes of a
+    checkpoint, permits to replace values, waiting requests, and answers that it has not received yet.
+    """
     import transfer_queue as tq
     from lightning_tq.queue_report import clients_table, others, show
 
@@ -194,6 +197,12 @@ def _clients(options: argparse.Namespace, address: str) -> int:
 
 
 def _evict(options: argparse.Namespace, address: str) -> int:
+    """End the session of a client that hangs, as if it had died.
+
+    What it reserved, leased, pinned or froze is released; what it fetched and never received goes to others.
+    "lightning-tq clients" names the clients. A storage unit is evicted only with --unit, because what it stores is
+    lost.
+    """
     import transfer_queue as tq
     from lightning_tq.queue_report import others
 
@@ -209,6 +218,10 @@ def _evict(options: argparse.Namespace, address: str) -> int:
 
 
 def _forget_task(options: argparse.Namespace, address: str) -> int:
+    """Let no partition keep samples for this task any more, because its name was misspelt or it will never read again.
+
+    Should it fetch again, it reads from the start.
+    """
     import transfer_queue as tq
 
     client, task = tq.get_client(), options.task
@@ -223,10 +236,11 @@ def _forget_task(options: argparse.Namespace, address: str) -> int:
     return 0
 
 
-_COMMANDS: dict[str, tuple[Callable[[argparse.Namespace, str], int], str]] = {
-    "status": (_status, _STATUS),
-    "dashboard": (_dashboard, DASHBOARD),
-    "clients": (_clients, _CLIENTS),
-    "evict": (_evict, _EVICT),
-    "forget-task": (_forget_task, _FORGET_TASK),
+# The doc string of each is its help.
+_COMMANDS: dict[str, Callable[[argparse.Namespace, str], int]] = {
+    "status": _status,
+    "dashboard": _dashboard,
+    "clients": _clients,
+    "evict": _evict,
+    "forget-task": _forget_task,
 }

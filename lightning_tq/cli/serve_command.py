@@ -12,14 +12,16 @@ from typing import Any
 from transfer_queue.errors import TransferQueueError
 
 _FAILED = 2
-_DESCRIPTION = """Serve a queue until SIGTERM or Ctrl-C. With --join, add this host's memory to a running queue: values
-then stay on the host that produced them. Programs find the queue by TQ_ADDRESS, and on other hosts also need
-TQ_KEY_FILE. Once the server answers, it prints its addresses in one line that begins with "ready"."""
 
 
 def main(args: Sequence[str]) -> int:
-    """Returns the exit code: 0 after a signal, 2 if it can't serve."""
-    parser = argparse.ArgumentParser("lightning-tq serve", description=_DESCRIPTION, allow_abbrev=False)
+    """Serve a queue until SIGTERM or Ctrl-C.
+
+    With --join, add this host's memory to a running queue: values then stay on the host that produced them. Programs
+    find the queue by TQ_ADDRESS, and on other hosts also need TQ_KEY_FILE. Once the server answers, it prints its
+    addresses in one line that begins with "ready". Exit codes: 0 after a signal, 2 if it can't serve.
+    """
+    parser = argparse.ArgumentParser("lightning-tq serve", description=main.__doc__, allow_abbrev=False)
     listen = "Also serve other hosts at this address, as tcp://HOST:PORT. HOST 0.0.0.0: on all networks; PORT 0: any."
     parser.add_argument("--listen", metavar="ADDRESS", help=listen)
     parser.add_argument("--join", metavar="ADDRESS", help="Join the queue that listens there.")

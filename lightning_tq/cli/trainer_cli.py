@@ -24,7 +24,6 @@ from lightning_tq.callbacks import (  # noqa: F401
     publish_weights,
     queue_checkpoint,
     queue_monitor,
-    staleness_guard,
     write_back,
 )
 from lightning_tq.checks import nearest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Producer processes of a run, what they use (model weights and pacing), and how they wait in the queue."""
+"""Producer processes of a run, what they use (model weights), and how they wait in the queue."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from transfer_queue.transport.base import Liveness
 from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.utils.machine import host_id
-from transfer_queue.utils.zmq_utils import local_server
+from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
 BEAT_S, LEASE_S = 0.1, 1.0
 """A client beats every two seconds, so one without calls is silent for longer than this lease."""
@@ -42,7 +42,7 @@ class Queue:
 
     def client(self, name: str) -> TransferQueueClient:
         address = self.server.address
-        client = TransferQueueClient(name, local_server("controller", "controller", "request", address, 0))
+        client = TransferQueueClient(name, ZMQServerInfo("controller", "controller", ports={"request": address}))
         units = [{"name": "controller", "address": address}]
         client._storage_args = ("SimpleStorage", {"units": units, "inline_nbytes": 0})
         client._make_storage()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several servers on one loop: each answers at its own address, keeps its own deadlines, ends with the others."""
+"""A server at several addresses: it answers at each, keeps its deadlines, and ends with all of them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transport_kit import JOIN_S, Desk, calls, held, numbered, until
 
-from transfer_queue.transport.base import Outgoing, Peer, PeerCall
+from transfer_queue.transport.base import Peer, PeerCall
 from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.caller import SocketCaller
-from transfer_queue.transport.loop import ServingLoop
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.utils.machine import pid_namespace
 
@@ -38,45 +36,27 @@ def callers() -> Iterator[Callable[[], SocketCaller]]:
         caller.close()
 
 
-class Noting(Desk):
-    """Notes when its deadlines came."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.expired: list[float] = []
-
-    def expire(self, now: float) -> list[Outgoing]:
-        self.expired.append(now)
-        return super().expire(now)
-
-
 @contextmanager
-def made(directory: Path, *desks: Any) -> Iterator[tuple[ServingLoop, list[SocketServer]]]:
-    loop = ServingLoop()
+def made(directory: Path) -> Iterator[tuple[SocketServer, list[Peer]]]:
+    """A server with two sockets and a port."""
+    server = SocketServer(f"ipc://{directory}/s0")
     try:
-        servers = [SocketServer(f"ipc://{directory}/s{n}", loop) for n in range(len(desks))]
-        for server, desk in zip(servers, desks, strict=True):
-            server.open(desk)
-        yield loop, servers
+        addresses = [server.address, server.listen(f"ipc://{directory}/s1")]
+        addresses.append(server.listen("tcp://127.0.0.1:0", insecure=True))
+        yield server, [Peer(f"s{n}", address) for n, address in enumerate(addresses)]
     finally:
-        loop.close()
+        server.close()
 
 
 @contextmanager
-def running(loop: ServingLoop) -> Iterator[None]:
-    thread = threading.Thread(target=loop.run)
+def running(server: SocketServer, desk: Desk) -> Iterator[None]:
+    thread = threading.Thread(target=server.serve, args=(desk,))
     thread.start()
     try:
         yield
     finally:
-        loop.stop()
+        server.stop()
         thread.join(JOIN_S)
-
-
-@contextmanager
-def served(directory: Path, *desks: Any) -> Iterator[list[Peer]]:
-    with made(directory, *desks) as (loop, servers), running(loop):
-        yield [Peer(f"s{n}", server.address) for n, server in enumerate(servers)]
 
 
 def asked(caller: SocketCaller, *asks: PeerCall) -> list[bytes]:
@@ -86,10 +66,9 @@ def asked(caller: SocketCaller, *asks: PeerCall) -> list[bytes]:
 # ---- serving ----
 
 
-def test_each_server_answers_at_its_own_address(tmp_path, callers):
+def test_it_answers_at_each_of_its_addresses(tmp_path, callers):
     caller = callers()
-    with served(tmp_path, Desk(), Desk(), Desk()) as peers:
-        assert [(tmp_path / name).exists() for name in ("s0", "s1", "s2")] == [True] * 3
+    with made(tmp_path) as (server, peers), running(server, Desk()):
         for turn in range(3):
             asks = [numbered(peer, b"echo", [f"{turn}{peer.name}".encode()]) for peer in peers]
             replies = run_blocking(caller.call_many(asks, JOIN_S))
@@ -98,115 +77,89 @@ def test_each_server_answers_at_its_own_address(tmp_path, callers):
             ]
 
 
-def test_many_requests_to_one_server_hold_up_none_of_another(tmp_path, callers):
-    async def go(busy: Peer, other: Peer) -> list[list[bytes]]:
+def test_many_requests_at_one_address_hold_up_none_at_another(tmp_path, callers):
+    async def go(busy: Peer, other: Peer, _: Peer) -> list[list[bytes]]:
         both = [[numbered(busy, b"%d" % n) for n in range(500)], [numbered(other, b"echo")]]
         caller = callers()
         replies = await asyncio.gather(*(caller.call_many(asks, JOIN_S) for asks in both))
         return [[reply.header for reply in some] for some in replies]
 
-    with served(tmp_path, Desk(), Desk()) as peers:
+    with made(tmp_path) as (server, peers), running(server, Desk()):
         assert asyncio.run(go(*peers)) == [[b"%d" % n for n in range(500)], [b"echo"]]
 
 
-def test_parked_answers_reach_their_clients_at_the_server_that_lets_them_go(tmp_path, callers):
-    desks = Desk(), Desk()
-    with served(tmp_path, *desks) as peers:
+def test_parked_answers_reach_their_clients_at_whatever_address_they_are_let_go(tmp_path, callers):
+    desk = Desk()
+    with made(tmp_path) as (server, peers), running(server, desk):
         found: dict[int, list[bytes]] = {}
 
         def park(n: int) -> None:
             found[n] = asked(callers(), *calls(peers[n], b"park a", b"park b"))
 
-        threads = [threading.Thread(target=park, args=(n,)) for n in range(2)]
+        threads = [threading.Thread(target=park, args=(n,)) for n in range(3)]
         for thread in threads:
             thread.start()
-        until(lambda: [len(desk.parked) for desk in desks] == [2, 2])
+        until(lambda: len(desk.parked) == 6)
         assert asked(callers(), *calls(peers[1], b"free")) == [b"free"]
-        threads[1].join(JOIN_S)
-        assert (found, len(desks[0].parked)) == ({1: [b"park a", b"park b"]}, 2)
-        assert asked(callers(), *calls(peers[0], b"free")) == [b"free"]
-        threads[0].join(JOIN_S)
-        assert found[0] == [b"park a", b"park b"]
+        for thread in threads:
+            thread.join(JOIN_S)
+        assert found == {n: [b"park a", b"park b"] for n in range(3)}
 
 
-def test_each_server_s_deadline_is_kept_and_no_other_is_told_of_it(tmp_path, callers):
-    desks = Noting(), Noting(), Noting()
-    with served(tmp_path, *desks) as peers:
-        caller, begin = callers(), time.monotonic()
-        assert asked(caller, *calls(peers[1], b"late")) == [b"late"]
-        assert [len(desk.expired) for desk in desks] == [0, 1, 0]
-        assert desks[1].expired[0] - begin >= 0.05
-        assert asked(caller, *calls(peers[2], b"late"), *calls(peers[0], b"late")) == [b"late", b"late"]
-        assert [len(desk.expired) for desk in desks] == [1, 1, 1]
+def test_a_client_is_gone_with_its_last_connection_at_any_address(tmp_path, callers):
+    desk, caller = Desk(), callers()
+    with made(tmp_path) as (server, peers), running(server, desk):
+        assert asked(caller, *calls(peers[0], b"echo"), *calls(peers[1], b"echo")) == [b"echo", b"echo"]
+        assert server.clients() == {"caller 0": 2}
+        server.disconnect("caller 0")
+        until(lambda: desk.gone == ["caller 0"])
 
 
-def test_a_server_s_watches_and_descriptors_are_served_beside_the_others(tmp_path, callers):
-    read, write = os.pipe()
-    heard: list[bytes] = []
-
-    def ready(now: float) -> list[Outgoing]:
-        heard.append(os.read(read, 1))
-        dismiss()
-        return []
-
-    with made(tmp_path, Desk(), Desk()) as (loop, servers):
-        dismiss = servers[1].attend(read, ready)
-        os.write(write, b"ab")
-        with running(loop):
-            for _ in range(3):
-                assert asked(callers(), *calls(Peer("s0", servers[0].address), b"echo")) == [b"echo"]
-    assert heard == [b"a"]
-    os.close(read)
-    os.close(write)
+def test_deadlines_are_kept_beside_those_of_its_listeners(tmp_path, callers):
+    with made(tmp_path) as (server, peers), running(server, Desk()):
+        begin = time.monotonic()
+        assert asked(callers(), *calls(peers[2], b"late")) == [b"late"]
+        assert time.monotonic() - begin >= 0.05
 
 
 # ---- ends ----
 
 
-def test_stopping_any_server_ends_all_and_leaves_nothing(tmp_path, callers):
+def test_a_stop_ends_all_and_leaves_nothing(tmp_path, callers):
     ended: list[int] = []
-    with made(tmp_path, Desk(), Desk()) as (loop, servers):
-        for n, server in enumerate(servers):
-            server.at_close(lambda n=n: ended.append(n))
-        thread = threading.Thread(target=loop.run)
+    with made(tmp_path) as (server, peers):
+        server.at_close(lambda: ended.append(1))
+        thread = threading.Thread(target=server.serve, args=(Desk(),))
         thread.start()
-        caller = callers()
-        for n, server in enumerate(servers):
-            assert asked(caller, *calls(Peer(f"s{n}", server.address), b"echo")) == [b"echo"]
-        servers[1].stop()
+        assert asked(callers(), *[numbered(peer, b"echo") for peer in peers]) == [b"echo"] * 3
+        server.stop()
         thread.join(JOIN_S)
-        assert (thread.is_alive(), ended) == (False, [0, 1])
-        loop.stop()
-        servers[0].stop()
-    assert ended == [0, 1], "once"
+        assert (thread.is_alive(), ended) == (False, [1])
+        server.stop()
+    assert ended == [1], "once"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_stop_before_the_loop_runs_is_not_forgotten(tmp_path):
-    with made(tmp_path, Desk(), Desk()) as (loop, _):
-        loop.stop()
-        loop.run()
+def test_a_stop_before_it_serves_is_not_forgotten(tmp_path):
+    with made(tmp_path) as (server, _):
+        server.stop()
+        server.serve(Desk())
 
 
 def test_closing_instead_of_serving_leaves_nothing_and_may_be_done_again(tmp_path):
-    with made(tmp_path, Desk(), Desk()) as (loop, servers):
-        servers[0].watch(os.getpid(), pid_namespace(), lambda now: [])
-        servers[0].close()
-        servers[1].close()
-        loop.stop()
-    ServingLoop().close()
+    with made(tmp_path) as (server, _):
+        server.watch(os.getpid(), pid_namespace(), lambda: None)
+        server.close()
+        server.stop()
 
 
 def test_an_address_that_cannot_be_bound_leaves_nothing_of_it_and_the_others_serve(tmp_path, callers):
     (tmp_path / "taken").mkdir()
-    with made(tmp_path, Desk()) as (loop, (server,)):
+    with made(tmp_path) as (server, peers):
         before, files = held(), sorted(tmp_path.iterdir())
         with pytest.raises(OSError, match="Address already in use"):
-            SocketServer(f"ipc://{tmp_path}/taken", loop=loop)
+            server.listen(f"ipc://{tmp_path}/taken")
         assert held() == before
         assert sorted(tmp_path.iterdir()) == files
-        another = SocketServer(f"ipc://{tmp_path}/another", loop=loop)
-        another.open(Desk())
-        with running(loop):
-            asks = [numbered(Peer("s0", server.address), b"echo"), numbered(Peer("another", another.address), b"echo")]
-            assert asked(callers(), *asks) == [b"echo", b"echo"]
+        with running(server, Desk()):
+            assert asked(callers(), *[numbered(peer, b"echo") for peer in peers]) == [b"echo"] * 3

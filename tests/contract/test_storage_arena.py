@@ -18,7 +18,6 @@ from tensordict import TensorDict
 
 from tests.contract.storage_kit import ARENAS, BACKENDS, Backend, hosted, meta, until
 from tests.contract.transport_kit import held
-from transfer_queue.storage.copying import AT_ONCE
 from transfer_queue.storage.pack import prepare
 from transfer_queue.storage.shm.connect import UnitConnection
 from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
@@ -152,13 +151,15 @@ def test_a_write_that_has_leased_memory_goes_on_when_its_connection_is_closed_an
     with hosted(tmp_path, 0):
         connection, columns = UnitConnection(Peer("u0", f"ipc://{tmp_path}/u0")), prepare({"x": large(4)})
         write = UnitWrite(connection, slice(0, 4), columns, 0)
-        assert write.lease(7, 1.0, b"") is not None
-        write.leased(0)
+        session = Session("writer", connection.peer)
+        run_blocking(write.lease(session, 7, b"", 1.0, 30.0))
         connection.close()
-        packed, frames = write.packed(AT_ONCE)
+        packed, frames = write.packed(session)
         assert ([header.offset for header in packed.headers], packed.lease, frames) == ([0], 7, [])
         late = UnitWrite(connection, slice(0, 4), columns, 0)
-        assert (late.lease(8, 1.0, b""), connection.path) == (None, "frames")
+        run_blocking(late.lease(session, 8, b"", 1.0, 30.0))
+        assert (late.lease_call, connection.path) == (0, "frames")
+        session.close()
 
 
 def test_a_client_that_is_dropped_unclosed_leaves_no_descriptor(tmp_path):
@@ -180,7 +181,7 @@ def test_a_unit_whose_arena_can_have_no_address_sends_frames(tmp_path):
     server = SocketServer(f"ipc://{path}/u")
     unit = StorageUnit("u", None, lend_arena(server))
     server.close()
-    assert (unit.next_deadline(), unit.stats().arena_nbytes) == (None, 0)
+    assert (unit.next_trim(), unit.stats().arena_nbytes) == (None, 0)
     assert [file.name for file in path.iterdir() if file.suffix == ".arena"] == []
 
 

@@ -223,15 +223,41 @@ def test_the_cancel_behind_a_large_answer_that_nobody_reads_is_heard(tmp_path, k
         large = numbered(peer, b"echo", [bytes(4 << 20)], b"cancel echo")
         pending = begin(caller.call_many([large, *revocable(peer, b"park")], 10.0))
         pending.close()
-        until(lambda: caller._idle[peer.address][0].unsent is False or _flush(caller, peer))
         until(lambda: served.said == [b"cancel echo", b"cancel park"])
         assert answers(blocking(caller.call_many([numbered(peer, b"last")], 10.0))) == [b"last"]
         caller.close()
 
 
-def _flush(caller: Any, peer: Any) -> bool:
-    caller._idle[peer.address][0].flush()
-    return False
+@DRIVES
+def test_a_call_that_was_sent_in_part_and_its_cancel_go_out_although_nothing_follows(slow, drive):
+    caller, peer, served = slow
+    large = np.ones(8 << 20, np.uint8)
+    with pytest.raises(QueueUnreachableError):
+        drive(caller.call_many([numbered(peer, b"park", [large], b"cancel park")], 0.01))
+    served.free.set()
+    until(lambda: served.order == [(b"park", False), (b"cancel park", True)])
+
+
+@DRIVES
+def test_cancels_are_heard_behind_so_many_answers_that_the_server_waits_until_they_are_read(slow, drive):
+    caller, peer, served = slow
+    names = [b"echo %d" % number for number in range(100)]
+    calls = [numbered(peer, name, [bytes(100_000)], b"cancel " + name) for name in names]
+    with pytest.raises(QueueUnreachableError):
+        drive(caller.call_many(calls, 0.01))
+    served.free.set()
+    until(lambda: served.said == [b"cancel " + name for name in names])
+
+
+@DRIVES
+def test_calls_that_follow_many_failed_ones_come_behind_them(slow, drive):
+    caller, peer, served = slow
+    for _ in range(20):
+        with pytest.raises(QueueUnreachableError):
+            drive(caller.call_many([numbered(peer, b"park", [bytes(1 << 20)], b"cancel park")], 0.001))
+    served.free.set()
+    assert answers(drive(caller.call_many([numbered(peer, b"echo")], 10.0))) == [b"echo"]
+    assert served.order == [*[(b"park", False), (b"cancel park", True)] * 20, (b"echo", False)]
 
 
 def test_a_closed_caller_tells_nothing(tmp_path, kind):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import select
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -41,7 +40,7 @@ def test_the_end_of_a_watched_process_is_told_once_and_not_after_unwatching(tmp_
     server = SocketServer(f"ipc://{tmp_path}/watching")
 
     def watch(number: int) -> Callable[[], None]:
-        return server.watch(processes[number].pid, pid_namespace(), lambda now: told.append(number) or [])
+        return server.watch(processes[number].pid, pid_namespace(), lambda: told.append(number))
 
     watch(0)
     before = held()
@@ -84,14 +83,13 @@ def test_an_attended_descriptor_is_told_until_it_is_read_and_never_after_dismiss
     heard: list[bytes] = []
     times: list[float] = []
 
-    def ready(now: float) -> list:
-        times.append(now)
+    def ready() -> None:
+        times.append(time.monotonic())
         if len(times) >= 3:  # it is told again for as long as there is something to read
             heard.append(os.read(read, 1))
         if heard == [b"a", b"b"]:
             dismiss()
             dismiss()
-        return []
 
     dismiss = server.attend(read, ready)
     os.write(write, b"abc")
@@ -109,30 +107,8 @@ def test_an_attended_descriptor_is_told_until_it_is_read_and_never_after_dismiss
     os.close(write)
 
 
-def test_what_an_attended_descriptor_lets_go_is_sent(tmp_path, caller):
-    desk = Desk()
-    with served_by_thread(tmp_path, desk) as (peer, server):
-        read, write = os.pipe()
-
-        def ready(now: float) -> list:
-            os.read(read, 1)
-            return desk.expire(now)
-
-        dismiss = server.attend(read, ready)  # as its thread is idle: it has nothing else to do
-        desk.next_deadline = lambda: None
-        waker = threading.Timer(0.05, os.write, (write, b"x"))
-        waker.start()
-        assert [reply.header for reply in run_blocking(caller.call_many(calls(peer, b"late"), 10.0))] == [b"late"]
-        waker.join()
-        server.stop()
-    dismiss()
-    os.close(read)
-    os.close(write)
-
-
-@pytest.mark.parametrize("make", [select.poll, getattr(select, "epoll", select.poll)])
-def test_readiness_tells_the_same_whatever_it_polls_with(make):
-    readiness = Readiness(make())
+def test_readiness_tells_of_what_is_wanted_until_it_is_removed():
+    readiness = Readiness()
     read, write = os.pipe()
     told: list[str] = []
     readiness.add(read, lambda ready: told.append(f"read {ready & READ}"))

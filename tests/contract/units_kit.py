@@ -30,7 +30,7 @@ from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.machine import host_id
-from transfer_queue.utils.zmq_utils import local_server
+from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
 PAGE = 4096
 ROOM = 100 * PAGE
@@ -104,7 +104,7 @@ class SmallQueue:
         return manager
 
     def client(self, **config: Any) -> TransferQueueClient:
-        info = local_server("controller", "controller", "request_handle_socket", self._address("controller"), 0)
+        info = ZMQServerInfo("controller", "controller", ports={"request_handle_socket": self._address("controller")})
         client = TransferQueueClient(f"me-{next(_names)}", info)
         if self._directory is None:
             client.session.caller.close()

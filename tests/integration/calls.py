@@ -9,8 +9,11 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, get_args
 
+import torch
+
 import transfer_queue as tq
 from transfer_queue import protocol as p
+from transfer_queue.client import kv
 from transfer_queue.client.get import fetch_request
 from transfer_queue.storage.messages import UnitRequest
 from transfer_queue.transport.base import PeerCall, RawReply
@@ -48,6 +51,11 @@ def check_does_not_block() -> None:
 def answered(client: tq.TransferQueueClient, request: p.Request, reply: type[R], keep: bool = False) -> R:
     """The answer to a request that is made by hand and sent as the client sends its own."""
     return blocking(client.session.send(request, reply, keep=keep))
+
+
+def put_by_key(client: tq.TransferQueueClient, partition: str, key: str, value: int) -> None:
+    """Put field "a" as this client: the verbs of keys put as that of the process."""
+    blocking(kv.batch_put(client, [key], partition, {"a": torch.tensor([value])}, None))
 
 
 def _caller_of(client: tq.TransferQueueClient) -> SocketCaller:
@@ -106,10 +114,10 @@ def giving_up(client: tq.TransferQueueClient, kind: str, error: BaseException) -
 
 @contextmanager
 def before(client: tq.TransferQueueClient, kind: str, act: Callable[[], object]) -> Iterator[None]:
-    """Inside, ``act`` is done once, when the first request of this kind is about to be sent."""
+    """Inside, ``act`` is done once, when the first request of this kind is about to be sent. There may be several."""
     acts = [act]
     caller = _caller_of(client)
-    ask = caller.call_many
+    ask, outer = caller.call_many, vars(caller).get("call_many")
 
     async def act_first(calls: Any, timeout_s: float) -> list[RawReply]:
         made = list(calls)
@@ -121,7 +129,10 @@ def before(client: tq.TransferQueueClient, kind: str, act: Callable[[], object])
     try:
         yield
     finally:
-        del caller.call_many
+        if outer is None:
+            del caller.call_many
+        else:
+            caller.call_many = outer  # type: ignore[method-assign]
 
 
 def die(*_: Any, **__: Any) -> Any:

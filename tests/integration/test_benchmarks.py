@@ -49,6 +49,7 @@ PROMISED = {
     "steps": {"repeats", "1 KiB", "jagged 4 MiB", "RL batch 56 MiB", "batch of a stream, 1.75 MiB"},
     "stream_latency": {"puts", "batch_size", "workers_0"},
     "two_hosts": {"curve", "no_encryption"},
+    "verl_sampler": {"samplers"},
 }
 PLAUSIBLE = {
     "control_rate": {

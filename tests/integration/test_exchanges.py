@@ -46,10 +46,10 @@ def rows(count: int, numbers: int, name: str = "x") -> TensorDict:
 
 def write(together: bool, numbers: int, begin: str = "Reserve") -> list[list[str]]:
     """What a put of one row asks for."""
-    lease = [["Lease"]] if numbers > SIZES["inline"] else []
+    lease = [["LeaseMemory"]] if numbers > SIZES["inline"] else []
     if together:
         return [*lease, ["Put"]]
-    commit = [["Commit"]] if begin == "CheckFields" else []  # values of new samples need none
+    commit = [] if begin == "Reserve" else [["Commit"]]  # nobody knows the indexes of new samples, but keys are known
     return [[begin], *lease, ["Write"], ["Publish"], *commit]
 
 
@@ -79,7 +79,7 @@ def test_puts_of_varying_rows_and_tokens_cost_what_those_of_one_size_cost(client
         )
         client.put(TensorDict({"x": column}, batch_size=[count]), partition_id=name)
 
-    lease = [] if tokens == 10 else ["Lease"]
+    lease = [] if tokens == 10 else ["LeaseMemory"]
     steps = [*lease, "Put"] if together else ["Reserve", *lease, "Write", "Publish"]
     for count in (1, 8, 3, 16, 5, 2):
         asked = [sorted(set(kinds)) for kinds in costs(client, lambda n=count: put(n))]
@@ -94,14 +94,12 @@ def test_a_field_of_known_samples_costs_the_same_whether_it_is_new_or_replaced(c
 
 
 @any_size
-def test_a_put_by_key_costs_the_same_for_new_keys_and_known_ones_but_for_the_commit(client, name, numbers, together):
+def test_a_put_by_key_costs_the_same_for_new_keys_and_known_ones(client, name, numbers, together):
     value = torch.ones(numbers)
     found = [costs(client, lambda n=n: tq.kv_put(f"k{n}", name, {"x": value}, {"n": n})) for n in range(3)]
     found += [costs(client, lambda n=n: tq.kv_put(f"k{n}", name, {"y": value})) for n in range(3)]
     found += [costs(client, lambda n=n: tq.kv_put(f"k{n}", name, {"x": value})) for n in range(3)]
-    new, known = write(together, numbers, "ResolveKeys"), write(together, numbers, "ResolveKeys")
-    known += [] if together else [["Commit"]]
-    assert found == 3 * [new] + 6 * [known]
+    assert found == 9 * [write(together, numbers, "ResolveKeys")]
 
 
 def test_tags_alone_need_no_storage(client, name, together):

@@ -149,6 +149,29 @@ def test_of_200_cancelled_fetches_no_sample_is_gone(client, queue, name, num_at_
     assert comes_true(lambda: nothing_occupied(client, name))
 
 
+@pytest.mark.parametrize(("num_fetches", "width"), [(1000, 1), (400, given_up.LARGE // 4)], ids=["unsent", "unread"])
+def test_what_a_loop_has_cancelled_is_given_back_although_its_client_says_nothing_more(
+    client, queue, name, num_fetches, width
+):
+    """The server stands still meanwhile: the socket is full of requests, or will be full of answers."""
+    for _ in range(CAPACITY // 4):
+        client.put(rows(4, width), partition_id=name)
+    other, (pid, *_) = client_of(queue, "many"), server_pids(queue)
+
+    async def go() -> None:
+        await other.async_get_partition_list()
+        with stopped(pid):
+            for _ in range(num_fetches):
+                assert await cancelled([fetch_with_values(other, name)], 3) == []
+
+    asyncio.run(go())
+    got: list[int] = []
+    while len(got) < CAPACITY:
+        got += client.get_meta(["x"], 1, name, task_name="t", timeout_s=SERVED_S).global_indexes
+    assert len(set(got)) == CAPACITY
+    other.close()
+
+
 def test_a_stream_at_a_stopped_server_loses_no_sample(client, queue, name):
     """The deadline of the stream's own client passes again and again, and its user goes on."""
     client.put({"x": torch.arange(12)}, partition_id=name)

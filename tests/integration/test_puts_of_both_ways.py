@@ -16,7 +16,7 @@ from clients import connect
 from plain_rows import rows
 
 import transfer_queue as tq
-from tests.integration.calls import before, die, giving_up, kind_of
+from tests.integration.calls import before, die, giving_up, kind_of, put_by_key
 from tests.integration.noticing import ended, until
 from transfer_queue.errors import InvalidRequestError, QueueUnreachableError, UnknownPartitionError
 
@@ -266,6 +266,19 @@ def test_of_two_that_put_the_same_new_field_both_are_published_and_one_s_values_
     assert values(other) - num_values in (2, 4), "the replaced ones may still lie in another unit"
     client.clear_partition(name)
     assert values(other) == num_values - 2
+
+
+@pytest.mark.usefixtures("in_steps", "nothing_more")
+def test_of_two_that_put_the_same_new_key_one_is_read_until_the_other_is_published(client, other, name):
+    """The one that has made the key writes its values when those of the other are published already."""
+    keys, read = list("abcdef"), []
+    for key in keys:  # it may go to the same unit, or to another one
+        first = before(client, "Write", lambda key=key: put_by_key(other, name, key, 1))
+        with first, before(client, "Publish", lambda: read.append(stored(other, name, "a")[-1])):
+            put_by_key(client, name, key, 2)
+    assert read == [1] * len(keys)
+    assert stored(other, name, "a") == [2] * len(keys)
+    other.clear_partition(name)
 
 
 # ---- writers that give up ----

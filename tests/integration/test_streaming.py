@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from noticing import until
+from noticing import until, until_parked
 from streaming_support import (
     WAIT_S,
     InThread,
@@ -19,6 +19,7 @@ from streaming_support import (
     own_threads,
     produce,
     read,
+    rows,
     take,
 )
 from torch.utils.data import DataLoader
@@ -93,6 +94,26 @@ def test_readers_that_wait_make_no_requests(queue, client, name):
     assert num_requests(client) == before
     produce(client, name, [4])
     assert [reader.result() for reader in readers] == [cut(4, 4)] * 8
+
+
+def test_a_finite_stream_that_waits_makes_no_request(queue, client, name):
+    """Its end is known, and the last rewards are missing."""
+    meta = client.put(rows(0, 4).select("x"), partition_id=name)
+    client.seal_partition(name)
+    reader = InThread(lambda: read(loader(queue, name, task=name, should_check_consumption_status=True)))
+    until_parked(client, task=name)
+    before = num_requests(client)
+    assert until(lambda: longest_wait(client, name) > 3.0)
+    assert num_requests(client) == before
+    client.put(rows(0, 4).select("y"), meta)
+    assert reader.result() == cut(4, 4)
+
+
+def test_a_finite_stream_asks_once_for_each_batch_and_for_its_end(queue, client, name):
+    produce(client, name, [6], seal=False)
+    before = num_requests(client)["GET_META"]
+    assert read(loader(queue, name, should_check_consumption_status=True)) == [[0, 1, 2, 3], [4, 5]]
+    assert num_requests(client)["GET_META"] - before == 3, "it waits two seconds for the tail"
 
 
 @WORKERS

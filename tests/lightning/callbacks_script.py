@@ -21,10 +21,8 @@ from strategies_script import Sharded
 
 from lightning_tq import (
     PartitionSwitch,
-    Producer,
     PublishWeights,
     QueueMonitor,
-    StalenessGuard,
     Stream,
     TQDataModule,
     WeightsReader,
@@ -71,13 +69,11 @@ class Job:
     val: str | None = None
     fill: Callable[[TransferQueueClient], None] = field(default_factory=lambda: put_samples)
     options: dict[str, Any] = field(default_factory=lambda: {"max_epochs": 1})
-    producers: list[Producer] = field(default_factory=list)
 
 
 def put_samples(client: TransferQueueClient) -> None:
-    """24 rows. The tags give rows 8 to 12 and row 18 a very old version."""
-    tags = [{"policy_version": -9 if row in (*range(8, 13), 18) else 5} for row in range(24)]
-    client.put(producing.rows(24), partition_id="train", tags=tags)
+    """24 rows."""
+    client.put(producing.rows(24), partition_id="train")
     client.seal_partition("train")
 
 
@@ -92,18 +88,6 @@ def write_back(logs: Path) -> Job:
             (logs / "wrote").write_text(str(wrote))
 
     return Job(note, [WriteBack(["rank"], "train")])
-
-
-def staleness(logs: Path) -> Job:
-    guard = StalenessGuard(max_staleness=1, drop=True, pace=False)
-
-    def note(trainer: Trainer, model: Any) -> None:
-        trained = indexes_by_rank(trainer, model)
-        (logs / f"dropped{trainer.global_rank}").write_text(str(guard.dropped))
-        (logs / "trained").write_text(str(trained))
-        (logs / "steps").write_text(str(trainer.global_step))
-
-    return Job(note, [guard])
 
 
 def weights(logs: Path) -> Job:
@@ -154,25 +138,7 @@ def switching(logs: Path) -> Job:
     return Job(note, callbacks, "train@{policy_version}", "val@{global_step}", fill, options)
 
 
-def pacing(logs: Path) -> Job:
-    """Two paced producers that put in turn. A sample that is too old would end the training."""
-    oldest: list[float] = []
-
-    class Ages(Callback):
-        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-            oldest.append(float(trainer.callback_metrics.get("staleness/max", 0.0)))
-
-    def note(trainer: Trainer, model: Any) -> None:
-        recorded = json.dumps([oldest, model.indexes()])
-        (logs / f"rank{trainer.global_rank}").write_text(recorded + "\n")
-
-    producers = [Producer(target="producing:produce_paced", args={"partition": "train"}, count=2)]
-    callbacks = [PublishWeights(), StalenessGuard(max_staleness=2), Ages()]
-    options = {"max_epochs": -1, "max_steps": 12}
-    return Job(note, callbacks, fill=lambda client: None, options=options, producers=producers)
-
-
-JOBS = {"pacing": pacing, "write_back": write_back, "staleness": staleness, "weights": weights, "switching": switching}
+JOBS = {"write_back": write_back, "weights": weights, "switching": switching}
 
 
 def main() -> None:
@@ -195,7 +161,6 @@ def main() -> None:
         train=stream(job.train, "learn"),
         val=stream(job.val, "evaluate") if job.val else None,
         queue={"units": 1},
-        producers=job.producers,
     )
 
     class Filled(Callback):

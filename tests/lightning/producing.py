@@ -85,21 +85,6 @@ def produce_on_policy(partition: str, steps: int) -> None:
         client.put(rows(4, start=4 * step), partition_id=partition, tags=[{"policy_version": version}] * 4)
 
 
-def produce_paced(partition: str) -> None:
-    """Two rows at a time until training ends, each pair with the permitted weights or newer ones."""
-    from lightning_tq import Pacer, WeightsReader
-
-    client, pacer, reader = tq.get_client(), Pacer(), WeightsReader()
-    try:
-        while True:
-            least = pacer.admit(2, timeout_s=30)
-            version = reader.latest(least=least, timeout_s=30).version
-            with pacer.turn(timeout_s=30):
-                client.put(rows(2), partition_id=partition, tags=[{"policy_version": version}] * 2)
-    except tq.EndOfPartitionError:
-        return
-
-
 def produce_sizes(train: list[int], val: list[int]) -> None:
     """Rows of train@0, val@0, train@1, ... by these counts per epoch, put one by one while readers wait."""
     client = tq.get_client()

@@ -18,7 +18,7 @@ from producing import fill, rows
 from recorders import Recorder
 from tensordict import TensorDict
 
-from lightning_tq import StalenessGuard, TQBatch, TQDataModule
+from lightning_tq import TQBatch, TQDataModule
 from lightning_tq.device_copies import DeviceCopies, DeviceCopy, SideStream, device_copies
 from lightning_tq.trainer_compat import changes_batches
 from tests.lightning.conftest import stream
@@ -234,18 +234,6 @@ def test_every_batch_comes_once_in_order_with_its_values(
     trainer(callbacks=[CopiesAhead()], accumulate_grad_batches=2).fit(model, datamodule=dm)
     assert model.indexes() == list(range(12))
     assert dm.client.get_stats()["partitions"]["train"]["tasks"]["learn"]["consumed"] == 12
-
-
-def test_stale_rows_are_dropped_before_a_batch_is_copied(data: Make, trainer: MakeTrainer) -> None:
-    dm = data(train=stream("train", num_batches=3))
-    for version in ([0] * 4, [0, 1, 0, 1], [1, 2, 2, 1]):
-        start = dm.client.get_stats()["partitions"].get("train", {}).get("samples", 0)
-        dm.client.put(rows(4, start), partition_id="train", tags=[{"policy_version": each} for each in version])
-    dm.client.seal_partition("train")
-    model = Recorder()
-    guard = StalenessGuard(max_staleness=0, drop=True)
-    trainer(callbacks=[guard, CopiesAhead()], limit_train_batches=3).fit(model, datamodule=dm)
-    assert model.indexes() == [0, 1, 2, 3, 5, 7, 9, 10]
 
 
 # ---- where it stays off ----

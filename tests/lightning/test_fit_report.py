@@ -15,7 +15,7 @@ from producing import fill, rows
 from recorders import Recorder
 from torch.utils.data import DataLoader
 
-from lightning_tq import StalenessGuard, TQDataModule
+from lightning_tq import TQDataModule
 from lightning_tq.callbacks import fit_report
 from lightning_tq.callbacks.fit_report import TrainingClock
 from tests.lightning.conftest import stream
@@ -100,18 +100,6 @@ def test_slow_generation_is_reported_with_what_helps(
     assert text.endswith(advice)
     threads = [each for each in threading.enumerate() if isinstance(each, threading.Timer)]
     for each in threads:
-        each.join()
-
-
-def test_a_guard_that_paces_producers_is_named(
-    data: Make, trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
-) -> None:
-    dm = data(train=stream("train", num_batches=4))
-    dm.client.put(rows(4), partition_id="train", tags=[{"policy_version": 0}] * 4)
-    with caplog.at_level(logging.INFO):
-        trainer(callbacks=[StalenessGuard(max_staleness=2), SlowProducer()]).fit(Recorder(), datamodule=dm)
-    assert "or let them wait less for training by StalenessGuard(max_staleness=3)." in report_of(caplog)
-    for each in [each for each in threading.enumerate() if isinstance(each, threading.Timer)]:
         each.join()
 
 

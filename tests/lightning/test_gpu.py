@@ -104,7 +104,7 @@ def test_the_host_does_not_wait_for_a_copy(device: torch.device) -> None:
     copies.start(batch.data)  # its memory is there now
     torch.cuda.synchronize()
     batch.copy_ahead(copies)
-    copy = batch._copy
+    copy = batch._copies[0]
     assert copy is not None
     data, _ = batch.to(device)
     total = data["small"].sum()

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from producing import fill
 from recorders import Recorder
 
-from lightning_tq import Producer, PublishWeights, StalenessGuard, TQDataModule, Weights, WeightsReader
+from lightning_tq import Producer, PublishWeights, TQDataModule, Weights, WeightsReader
 from tests.lightning.conftest import stream
 from transfer_queue import EndOfPartitionError
 from transfer_queue.errors import InvalidRequestError, TransferQueueError
@@ -188,9 +188,7 @@ def test_a_resumed_training_publishes_the_weights_of_its_checkpoint_first(
 
 
 @pytest.mark.parametrize("options", [{"limit_train_batches": 0}, {"max_epochs": 0}], ids=["no batch", "no epoch"])
-def test_an_empty_training_also_ends_readers_and_paced_producers(
-    data: Make, trainer: MakeTrainer, options: dict[str, Any]
-) -> None:
+def test_an_empty_training_also_ends_readers(data: Make, trainer: MakeTrainer, options: dict[str, Any]) -> None:
     dm = data(train=stream("train"), keep_alive=False)
     fill(dm.client, "train", 8)
     sealed: dict[str, bool] = {}
@@ -200,8 +198,8 @@ def test_an_empty_training_also_ends_readers_and_paced_producers(
             sealed.update({name: each["sealed"] for name, each in dm.client.get_stats()["partitions"].items()})
 
     model = Recorder()
-    trainer(callbacks=[PublishWeights(), StalenessGuard(), Recording()], **options).fit(model, datamodule=dm)
-    assert (model.indexes(), sealed["weights"], sealed["permits"]) == ([], True, True)
+    trainer(callbacks=[PublishWeights(), Recording()], **options).fit(model, datamodule=dm)
+    assert (model.indexes(), sealed["weights"]) == ([], True)
 
 
 def test_invalid_publish_arguments_are_refused() -> None:
@@ -215,7 +213,7 @@ def test_invalid_publish_arguments_are_refused() -> None:
         PublishWeights(dtype="int8")  # type: ignore[arg-type]
 
 
-@pytest.mark.slow  # the ranks of test_staleness_guard and test_partition_switch publish, too
+@pytest.mark.slow  # the ranks of test_partition_switch publish, too
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(("strategy", "devices"), [("ddp", 2), ("model_parallel", 4)])
 def test_sharded_weights_arrive_whole(run_ranks: Any, strategy: str, devices: int, tmp_path: Path) -> None:

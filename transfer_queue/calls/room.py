@@ -127,7 +127,6 @@ class Calls:
             call.steps = None
             self._answer(call, done.value)
         except BaseException as error:  # as above
-            call.steps = None
             self._answer(call, self.failed(call, error))
         else:
             if wanted is not None:
@@ -201,8 +200,8 @@ class Calls:
         return found
 
     def forget_if_over(self, call: Call) -> None:
-        """Drop the call if it was answered and holds nothing any more."""
-        if not call.holdings and call.reply is not None and not call.is_under_way:
+        """Drop the call if it holds nothing any more, and is not under way."""
+        if not call.holdings and not call.is_under_way:
             self._forget(call)
 
     def of_session(self, client: str, kind: type[H]) -> list[H]:
@@ -294,7 +293,6 @@ class Calls:
     def _undo(self, holdings: list[Holding]) -> bool:
         """Undo the last one first. Returns whether any was undone."""
         undone = [self._guard(each.undo) for each in reversed(holdings)]
-        holdings.clear()
         return any(undone)
 
     def _guard(self, act: Callable[[], Any]) -> Any:
@@ -424,6 +422,7 @@ class Calls:
             assert session.calls or session.holdings, f"session {client!r} is kept for something"
             for number, call in session.calls.items():
                 assert call.holdings or call.is_under_way, f"call {number} is kept for something"
+                assert call.is_registered, f"call {number} knows that it is kept"
                 assert call.wait is None or not call.wait.done, f"call {number} waits"
         for wait in self.waits:
             assert self.find(wait.owner.client, wait.owner.number) is not None, "a waiting call is known"

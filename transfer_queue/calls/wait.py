@@ -86,47 +86,41 @@ class _Queue:
         self._due: _Due = []
         self._next_pass: _Due = []
         self._cursor = _FRONT
-        self._admits = False
 
     def add_due(self, wait: Wait) -> None:
-        wait.due = True
-        heapq.heappush(self._due if wait.rank > self._cursor else self._next_pass, (wait.rank, wait))
+        if not wait.due:
+            wait.due = True
+            heapq.heappush(self._due if wait.rank > self._cursor else self._next_pass, (wait.rank, wait))
 
     def first_changed(self) -> None:
-        """Another wait may have its turn now."""
-        if self.room is not None:
-            self._admits = True
-        elif self.waits and not self.waits[0].due:
+        """Another wait may have its turn now. With sizes, that is looked for whenever nothing is due."""
+        if self.room is None:
             self.add_due(self.waits[0])
 
     def next(self) -> tuple[Wait, bool] | None:
         """The next wait to be examined, and whether it has its turn."""
         while self._due or self._next_pass:
             if not self._due:
-                self._due, self._next_pass, self._cursor = self._next_pass, self._due, _FRONT
+                self._due, self._next_pass = self._next_pass, self._due
             wait = heapq.heappop(self._due)[1]
-            if wait.due and not wait.done:
+            if not wait.done:
                 wait.due, self._cursor = False, wait.rank
                 return wait, self.room is None and self.waits[0] is wait
         self._cursor = _FRONT
-        return self._fitting() if self._admits else None
+        return None if self.room is None else self._fitting(self.room)
 
-    def _fitting(self) -> tuple[Wait, bool] | None:
-        assert self.room is not None
-        allowed = free = self.room()  # allowed: what may still overtake all of those in front
+    def _fitting(self, room: Callable[[], int]) -> tuple[Wait, bool] | None:
+        allowed = room()  # what is free, and may still overtake all of those in front
         in_front: list[Wait] = []
         for wait in self.waits:
-            if allowed < 0:
-                break
-            if wait.size <= min(free, allowed):
+            if wait.size <= allowed:
                 for other in in_front:
                     other.overtaken += wait.size
                 return wait, True
             in_front.append(wait)
             allowed = min(allowed, wait.size - wait.overtaken)
-        if self.waits and self._make_room is not None and self._make_room():
-            return self._fitting()
-        self._admits = False
+        if self._make_room is not None and self._make_room():
+            return self._fitting(room)
         return None
 
 
@@ -166,19 +160,16 @@ class Waits:
         self.count += 1
         heapq.heappush(self._deadlines, (wait.deadline, wait.rank[1], wait))
         if len(self._deadlines) > 64 + 2 * self.count:
-            self._deadlines = [entry for entry in self._deadlines if not entry[2].done and not entry[2].late]
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].done]
             heapq.heapify(self._deadlines)
         if wait.due:
             wait.due = False
             self.examine(wait)
         if queue.room is not None:
-            queue.first_changed()
             self._active[wait.queue] = None
 
     def remove(self, wait: Wait) -> None:
         """It was answered, or is not needed any more. The next one of its queue may have its turn."""
-        if wait.done:
-            return
         wait.done = True
         self.count -= 1
         queue = self._queues[wait.queue]
@@ -223,16 +214,13 @@ class Waits:
 
     def examine(self, wait: Wait) -> None:
         """This wait is examined in this turn or a later one."""
-        if not wait.due:
-            self._queues[wait.queue].add_due(wait)
+        self._queues[wait.queue].add_due(wait)
         self._active[wait.queue] = None
 
     def resize(self, wait: Wait, size: int) -> None:
         """It takes so much room now."""
-        if size != wait.size:
-            wait.size = size
-            self._queues[wait.queue].first_changed()
-            self._active[wait.queue] = None
+        wait.size = size
+        self._active[wait.queue] = None
 
     def decide(self, group: Name, answer: Decide) -> None:
         """The waits of the queues whose names begin so get this answer."""
@@ -276,9 +264,8 @@ class Waits:
         return group in self._under
 
     def of(self, group: Name) -> list[Wait]:
-        """The waits of the queues whose names begin so, by their ranks."""
-        waits = [wait for name in self._under.get(group, ()) for wait in self._queues[name].waits]
-        return sorted(waits, key=_rank)
+        """The waits of the queues whose names begin so, queue by queue."""
+        return [wait for name in self._under.get(group, ()) for wait in self._queues[name].waits]
 
     def is_first(self, wait: Wait) -> bool:
         """Whether none is in front of it."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,16 @@ from transfer_queue.checkpoint.files import (
     write_array,
 )
 from transfer_queue.errors import CheckpointError, ProtocolError
-from transfer_queue.storage.copying import Spans, copy_rows, copy_spans
-from transfer_queue.storage.wire import OBJECTS, IntArray, Layout, PlacedColumns, Positions, WireColumn, running_sum
+from transfer_queue.storage.wire import (
+    OBJECTS,
+    IntArray,
+    Layout,
+    PlacedColumns,
+    Positions,
+    WireColumn,
+    join,
+    running_sum,
+)
 
 INT64 = np.dtype("<i8")
 _NUMPY = frozenset({"bool", "float16", "float32", "float64", "complex64", "complex128"})
@@ -132,43 +140,8 @@ def joined(placed: PlacedColumns, layout: Layout) -> tuple[IntArray, WireColumn]
     rank = np.empty(len(where), np.int64)
     rank[order] = np.arange(len(where))
     ranks = np.split(rank, np.cumsum([len(each) for each in given])[:-1])
-    columns = [column for _, column in placed]
-    return where[order], (_dense if layout.kind == "dense" else _spread)(columns, ranks, layout)
-
-
-def _dense(columns: Sequence[WireColumn], ranks: Sequence[IntArray], layout: Layout) -> WireColumn:
-    count = sum(map(len, ranks))
-    data = np.empty((count, layout.row_nbytes), np.uint8)
-    for column, rank in zip(columns, ranks, strict=True):
-        if data.nbytes:
-            copy_rows(data, rank, column.data, column.selection)
-    return WireColumn(layout, count, data.reshape(-1))
-
-
-def _spread(columns: Sequence[WireColumn], ranks: Sequence[IntArray], layout: Layout) -> WireColumn:
-    """Join ragged rows or objects."""
-    count = sum(map(len, ranks))
-    shapes = np.empty((count, len(layout.shape)), np.int64)
-    sizes = np.empty(count, np.int64)
-    own = [_sizes(column, layout) for column in columns]
-    for column, rank, each in zip(columns, ranks, own, strict=True):
-        sizes[rank] = each
-        if column.row_meta is not None and layout.kind == "ragged":
-            shapes[rank] = column.row_meta
-    bounds = running_sum(sizes)
-    data = np.empty(int(bounds[-1]), np.uint8)
-    for column, rank, each in zip(columns, ranks, own, strict=True):
-        copy_spans(data, column.data, Spans(bounds[rank], column.starts, each))
-    return WireColumn(layout, count, data, bounds if layout.kind == "objects" else shapes)
-
-
-def _sizes(column: WireColumn, layout: Layout) -> IntArray:
-    """Bytes of each row."""
-    if layout.kind == "objects":
-        return np.diff(column.bounds)
-    assert column.row_meta is not None
-    sizes: IntArray = column.row_meta.prod(axis=1) * layout.itemsize
-    return sizes
+    ranked = [(own, column) for own, (_, column) in zip(ranks, placed, strict=True)]
+    return where[order], join(ranked, len(where), layout)
 
 
 class BlockReader:

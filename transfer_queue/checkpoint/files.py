@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import math
 import os
 import zlib
@@ -84,10 +85,7 @@ class Metadata(msgspec.Struct, frozen=True, omit_defaults=True):
     directory: str = ""
 
 
-_MAGIC = b"\x93NUMPY\x01\x00"
-_ALIGN = 64
 _PIECE = 1 << 22
-_DIGITS = 20  # of the number of rows, which is only known at the end
 
 
 class GrowingFile:
@@ -125,11 +123,10 @@ class GrowingArray(GrowingFile):
         super().__init__(path, self._header(0))
 
     def _header(self, rows: int) -> bytes:
-        shape = (rows, *self._row_shape)
-        text = f"{{'descr': {self._dtype.str!r}, 'fortran_order': False, 'shape': {shape!r}, }}".encode()
-        least = len(_MAGIC) + 2 + len(text) + 1 + (_DIGITS - len(str(rows)))
-        nbytes = -(-least // _ALIGN) * _ALIGN - len(_MAGIC) - 2
-        return _MAGIC + nbytes.to_bytes(2, "little") + text.ljust(nbytes - 1) + b"\n"
+        """NumPy leaves room for more digits of ``rows``, so that its length stays the same."""
+        header, described = io.BytesIO(), {"descr": self._dtype.str, "fortran_order": False}
+        np.lib.format.write_array_header_1_0(header, {**described, "shape": (rows, *self._row_shape)})
+        return header.getvalue()
 
     def finish(self, rows: int) -> DataFile:
         return self.close(self._header(rows))

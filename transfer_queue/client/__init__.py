@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from transfer_queue.client.checkpoint import Checkpoints
+from transfer_queue.client.group_verbs import GroupVerbs
 from transfer_queue.client.key_watch import KeyChanges, KeyWaits
 from transfer_queue.client.partitions import Partitions
 from transfer_queue.storage.backends import section_of
@@ -15,7 +16,7 @@ from transfer_queue.utils.zmq_utils import process_zmq_server_info
 __all__ = ["AsyncTransferQueueClient", "KeyChanges", "TransferQueueClient", "connect", "process_zmq_server_info"]
 
 
-class AsyncTransferQueueClient(Partitions, KeyWaits, Checkpoints):
+class AsyncTransferQueueClient(Partitions, GroupVerbs, KeyWaits, Checkpoints):
     """Talks to two parties: asks the controller what is where, moves values to and from the storage.
 
     A put starts in ``client/put.py``, a get in ``client/get.py``.
@@ -76,6 +77,14 @@ class TransferQueueClient(AsyncTransferQueueClient):
     kv_list = blocking(AsyncTransferQueueClient.async_kv_list)
     wait_keys = blocking(AsyncTransferQueueClient.async_wait_keys)
     kv_watch = AsyncTransferQueueClient.async_kv_watch
+    add_groups = blocking(AsyncTransferQueueClient.async_add_groups)
+    lease = blocking(AsyncTransferQueueClient.async_lease)
+    leases = AsyncTransferQueueClient.leases
+    advance = blocking(AsyncTransferQueueClient.async_advance)
+    note_trained = blocking(AsyncTransferQueueClient.async_note_trained)
+    retry_groups = blocking(AsyncTransferQueueClient.async_retry_groups)
+    reject_groups = blocking(AsyncTransferQueueClient.async_reject_groups)
+    get_heads = blocking(AsyncTransferQueueClient.async_get_heads)
     save_checkpoint = blocking(AsyncTransferQueueClient.async_save_checkpoint)
     load_checkpoint = blocking(AsyncTransferQueueClient.async_load_checkpoint)
     save_controller_checkpoint = blocking(AsyncTransferQueueClient.async_save_controller_checkpoint)

@@ -125,15 +125,7 @@ class ClientBase:
         return found
 
     def close(self) -> None:
-        """End the session; what was put stays, and so do values that were read. Idempotent.
-
-        Examples:
-            >>> from transfer_queue.client import connect
-            >>> other = connect("evaluation", tq.init())  # another client of the same queue
-            >>> other.get_partition_list()
-            []
-            >>> other.close()
-        """
+        """End the session. Idempotent."""
         if self._storage is not None:
             run_blocking(self._storage.close())
         self.session.close()
@@ -235,6 +227,9 @@ def to_meta(batch: Batch) -> BatchMeta:
         token=batch.token,
         batch_index=batch.batch_index,
     )
+    if batch.heads is not None and count:
+        meta.heads, meta.group_versions = unpack_indexes(batch.heads).tolist(), batch.versions
+        meta.most_rows = batch.most_rows
     if count:  # set directly, because these entries are new and already normalized
         meta.field_schema = {name: _to_entry(spec, count) for name, spec in batch.fields.items()}
     return meta

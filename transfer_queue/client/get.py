@@ -122,9 +122,9 @@ class Gets(ClientBase):
             raise InvalidRequestError(
                 f"unknown mode {mode!r}; did you mean {near[0]!r}? Also: fetch, insert, force_fetch."
             )
-        if batch_size is None:
-            raise InvalidRequestError(f"get_meta in mode {mode!r} needs a batch_size.")
         if mode == "insert":
+            if batch_size is None:
+                raise InvalidRequestError("get_meta in mode 'insert' needs a batch_size.")
             wait_s = await self.put_timeout_s()
             return to_meta(
                 await self.session.ask(p.Insert, p.Batch, partition_id, batch_size, fields, wait_s, wait_s=wait_s)
@@ -134,7 +134,7 @@ class Gets(ClientBase):
         polling = (await self.session.config()).controller.polling_mode
         wait_s = timeout_s if timeout_s is not None else (0.0 if polling else fetch_wait_s())
         config = sampling_config if where is None else {**(sampling_config or {}), "where": where}
-        fetch = fetch_request(fields, batch_size, partition_id, task_name, config, wait_s)
+        fetch = fetch_request(fields, batch_size or 0, partition_id, task_name, config, wait_s)
         reply, _ = await self._fetched(msgspec.structs.replace(fetch, id=self.session.number()))
         if isinstance(reply, p.NotReady):
             if polling:

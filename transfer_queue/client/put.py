@@ -86,7 +86,7 @@ class WriteTransaction:
         stored = False
         try:
             answer = await session.send(begin, p.Reply, begin.wait_s, keep=True)
-            fresh = isinstance(answer, p.Reserved) or (isinstance(answer, p.Batch) and answer.fresh)
+            fresh = isinstance(answer, p.Reserved)
             packed = begin.indexes if isinstance(begin, p.CheckFields) else answer.indexes  # type: ignore[attr-defined]
             indexes = p.unpack_indexes(packed).tolist()
             if self._columns is not None:
@@ -128,7 +128,8 @@ class WriteTransaction:
             tags = {}
         by_key = isinstance(begin, p.ResolveKeys)
         number = self._session.number()
-        return p.Publish(number, begin.partition, packed, fields, tags, by_key, begin.id, uncommitted=True)
+        role = None if isinstance(begin, p.CheckFields) else begin.role
+        return p.Publish(number, begin.partition, packed, fields, tags, by_key, begin.id, uncommitted=True, role=role)
 
 
 class Puts(ClientBase):

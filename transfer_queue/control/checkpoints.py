@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from transfer_queue import protocol as p
 from transfer_queue.calls import Call, Holding, Until, Wait
+from transfer_queue.control import group_work
 from transfer_queue.control.freezes import FrozenSamples
 from transfer_queue.control.lifecycle import cleared
 from transfer_queue.control.restoring import Restored
@@ -77,11 +78,11 @@ class Staged(Holding):
 
 def freeze(state: PlaneState, call: Call, request: p.Freeze) -> p.Reply | Wait:
     """Freeze the state, once no writer is replacing values. A write that takes too long is assumed to have failed."""
-    if not state.freezes.permits:
+    if not state.freezes.must_wait:
         return _take(state, call, request)
 
     def answer(wait: Wait, has_turn: bool) -> p.Reply | None:
-        return _take(state, call, request) if wait.late or not state.freezes.permits else None
+        return _take(state, call, request) if wait.late or not state.freezes.must_wait else None
 
     return Wait(SAVING, state.calls.now + request.wait_s, answer)
 
@@ -177,6 +178,7 @@ class Restoring(Holding):
             state.discard(partition)
         state.partitions, state.tasks = restored.partitions, restored.tasks
         state.allocator, state.incarnations = restored.allocator, restored.incarnations
+        group_work.restored(state, restored.versions, restored.next_lease)
         for number, (staged, used) in self._used.items():
             state.calls.take(self._client, number, Staged)
             state.delete(staged.indexes[~used])

@@ -17,13 +17,16 @@ import numpy as np
 import numpy.typing as npt
 
 from transfer_queue.control.consumer import Consumer, FieldNames
+from transfer_queue.control.group_record import Group
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet, ReadyView
+from transfer_queue.control.ready_groups import TaskGroups
 from transfer_queue.control.rows import Rows, RowState, all_of
 from transfer_queue.control.whole_groups import WholeGroups, groups_in
 from transfer_queue.errors import InvalidRequestError, SamplerError, TransferQueueError
 from transfer_queue.protocol import Fetch, Indexes, RegisterTask, Tags
 from transfer_queue.sampler.base import BaseSampler, Round, RoundSampler
+from transfer_queue.sampler.group_sampler import GroupSampler
 from transfer_queue.sampler.registry import resolve
 
 TAIL_POLICIES = ("drop", "pad", "uneven_ok")
@@ -89,11 +92,15 @@ class Tasks:
             raise InvalidRequestError(f"dp_size must be at least 1, got {request.dp_size}.")
         if request.tail is not None and request.tail not in TAIL_POLICIES:
             raise InvalidRequestError(f"tail must be one of {', '.join(TAIL_POLICIES)}, got {request.tail!r}.")
-        task = self.get(request.task)
+        task, sampler = self.get(request.task), None
         if request.sampler is not None and request.sampler != task.spec:
             with foreign(f"the sampler of task {request.task!r}"):
-                task.sampler = resolve(request.sampler, self._allowed_modules)
-            task.spec = request.sampler
+                sampler = resolve(request.sampler, self._allowed_modules)
+        own = sampler or task.sampler
+        if isinstance(own, GroupSampler):
+            own.check_tail(request.tail or task.tail)
+        if sampler is not None:
+            task.sampler, task.spec = sampler, request.sampler
         task.dp_size = request.dp_size if request.dp_size is not None else task.dp_size
         task.tail = request.tail or task.tail
         self._tasks[request.task] = task
@@ -133,8 +140,9 @@ class Share:
 class SamplerView:
     """What a sampler may read of a partition besides the ready samples."""
 
-    def __init__(self, partition: Partition) -> None:
+    def __init__(self, partition: Partition, task: str) -> None:
         self._partition = partition
+        self._task = task
 
     @property
     def partition_id(self) -> str:
@@ -142,7 +150,12 @@ class SamplerView:
 
     @property
     def sealed(self) -> bool:
-        return self._partition.sealed
+        return self._partition.is_final
+
+    def group_queue(self, ready_indexes: ReadyView, sampler: GroupSampler) -> Any:
+        """The groups that the task may draw; empty where the partition has none."""
+        groups = self._partition.groups
+        return _NoGroups() if groups is None else TaskGroups(groups, ready_indexes.ready, sampler, self._task)
 
     @property
     def custom_meta(self) -> Mapping[int, Tags]:
@@ -185,6 +198,16 @@ class SamplerView:
         return rows
 
 
+class _NoGroups:
+    step = None
+
+    def __len__(self) -> int:
+        return 0
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(())
+
+
 @dataclass(slots=True)
 class Draw:
     """One attempt to draw batch ``batch_index`` for ``ranks`` from what is ready for ``fields``."""
@@ -218,7 +241,9 @@ class Draw:
             if self.ready.count < sampler.samples_needed(self.batch_size, self.dp_size or 1):
                 return None
             view = ReadyView(self.ready, column)
-            wanted = Round(view, self.batch_size, self.ranks, self.batch_index, SamplerView(self.partition))
+            wanted = Round(
+                view, self.batch_size, self.ranks, self.batch_index, SamplerView(self.partition, self.consumer.task)
+            )
             batches: list[list[int]] = sampler.round(wanted)
         if not batches:
             return None
@@ -274,7 +299,7 @@ class Draw:
     def _share(self, rank: int | None, ready: ReadySet) -> Share | None:
         offered: Any = ReadyView(ready, self.partition.table.column("index"))
         arguments = self._arguments(rank)
-        arguments["partition"] = SamplerView(self.partition)
+        arguments["partition"] = SamplerView(self.partition, self.consumer.task)
         own = _draws_rounds(type(self.sampler))
         if not own:  # users' samplers were promised a list, which they may change
             ready.listed = ready.listed or list(offered)
@@ -322,9 +347,11 @@ class Draw:
         """Distribute what is left by the tail policy; there may be fewer shares than ranks, or none."""
         if policy == "drop":
             return []
+        if isinstance(self.sampler, GroupSampler):
+            return self._last_round(self.sampler)
         view = ReadyView(self.ready, self.partition.table.column("index"))
         with foreign(self.sampler, self.consumer.task):
-            left = self.sampler.tail(view, self.batch_size, partition=SamplerView(self.partition))
+            left = self.sampler.tail(view, self.batch_size, partition=SamplerView(self.partition, self.consumer.task))
         indexes = self._as_indexes(left)
         if not len(indexes):
             return []
@@ -334,6 +361,15 @@ class Draw:
         parts = [indexes[i * self.batch_size : (i + 1) * self.batch_size] for i in range(len(self.ranks))]
         rows = [self.partition.rows_of(part) for part in parts]
         return [Share(part, own, own) for part, own in zip(parts, rows, strict=True) if len(part)]
+
+    def _last_round(self, sampler: GroupSampler) -> list[Share]:
+        view = ReadyView(self.ready, self.partition.table.column("index"))
+        task = self.consumer.task
+        with foreign(sampler, task):
+            wanted = Round(view, 1, self.ranks, self.batch_index, SamplerView(self.partition, task))
+            batches = sampler.last_round(wanted)
+        indexes = [np.array(batch, dtype=np.int64) for batch in batches]
+        return [Share(own, rows := self.partition.rows_of(own), rows) for own in indexes]
 
     def _padded(self, left: Indexes) -> list[Share]:
         total = self.batch_size * len(self.ranks)

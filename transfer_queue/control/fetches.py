@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import msgspec
 
 from transfer_queue import protocol as p
 from transfer_queue.calls import MORE, Call, More, Name, Wait
+from transfer_queue.control import group_work
 from transfer_queue.control.draw import Task
+from transfer_queue.control.lifecycle import acknowledge
+from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.serving import ServedFetch, check_fetch
 from transfer_queue.control.state import FETCHES, PlaneState
@@ -24,10 +28,24 @@ def fetch(state: PlaneState, call: Call, request: p.Fetch) -> p.Reply | Wait:
     task = state.tasks.get(request.task)
     dp_size = check_fetch(request, task)
     partition = state.partitions.get(request.partition)
-    acked = request.acks and partition is not None and partition.consumer(request.task).ledger.ack(request.acks)
+    acked = request.acks and partition is not None and acknowledge(state, partition, request.task, request.acks)
+    if partition is not None and partition.groups is not None:
+        _hear_of_trained(state, call, request, partition, dp_size)
     if acked and partition is not None:
         state.changed(partition)  # earlier fetches may have waited for a batch that is acknowledged now
     return _Reader(state, call, request).begin(task, dp_size, behind_others=bool(acked))
+
+
+def _hear_of_trained(
+    state: PlaneState, call: Call, request: p.Fetch, partition: Partition, dp_size: int | None
+) -> None:
+    """A reader that asks for a batch has trained those before it."""
+    rank = 0 if request.dp_rank is None and dp_size is not None else request.dp_rank
+    before = request.trained if request.trained is not None else request.batch_index
+    if before is None and rank is not None:
+        before = partition.consumer(request.task).ledger.next_index(rank)
+    reader = call.client if before is None else rank
+    group_work.heard_of_trained(state, partition, request.task, reader, before)
 
 
 class _Reader:
@@ -66,16 +84,19 @@ class _Reader:
         if partition is None:
             nothing = p.NotReady(fetch.id, task.needed(fetch), 0, 0) if late else None
             return self._producers_lost(now) or nothing
-        served = ServedFetch(fetch, partition, task, dp_size, state.calls.turn)
+        served = ServedFetch(fetch, partition, task, dp_size, state.calls.turn, self._call.client)
         if fetch.where is not None:
             self._ready = served.ready()
-        reply: p.Reply | More | None = served.answer(now, may_draw, late)
+        reply: p.Reply | More | None = served.answer(now, may_draw)
         if state.waits.count:
             self._wake_others(served)
         if isinstance(reply, p.Batch) and fetch.batch_index is None:
             for each in served.holdings(state, reply):
                 state.calls.hold(self._call, each)
+            if reply.batch_index is None and partition.groups is not None:
+                group_work.reads(state, self._call)
         if reply is None:
+            _wake_in_time(state, self._line, served.decided_by_time(now))
             reply = self._producers_lost(now)
         if reply is not None or not late:
             return reply
@@ -109,3 +130,18 @@ class _Reader:
             return reply
         owed_by = writers_of(self._state, served.partition, _MOST_NAMED)
         return msgspec.structs.replace(reply, reserved=served.partition.num_reserved, owed_by=owed_by)
+
+
+def _wake_in_time(state: PlaneState, line: Name, at: float | None) -> None:
+    """The first fetch of this line is examined at that time, and then says whether it is to be once more.
+
+    So a line has one timer, however many fetches wait in it and however often something is published meanwhile.
+    """
+    if at is not None and line not in state.timed_lines:
+        state.timed_lines.add(line)
+        state.calls.at(at, partial(_time_has_come, state, line))
+
+
+def _time_has_come(state: PlaneState, line: Name) -> None:
+    state.timed_lines.discard(line)
+    state.waits.wake_first(line)

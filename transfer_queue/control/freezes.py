@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -25,8 +27,13 @@ class Freezes:
 
     def __init__(self) -> None:
         self._freezes: list[FrozenSamples] = []
-        self.permits: set[tuple[str, int]] = set()
-        """A permit allows replacing values until its write ends: its client and the first call of the write."""
+        self.permits: dict[tuple[str, int], Callable[[], bool]] = {}
+        """Writes that are stored aside: client and first call, and whether it would replace values now."""
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether a write under way would replace values, so that they are not those of one moment."""
+        return any(replaces() for replaces in self.permits.values())
 
     def begin(self, samples: FrozenSamples) -> None:
         self._freezes.append(samples)

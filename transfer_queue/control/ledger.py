@@ -183,16 +183,24 @@ class Ledger:
 
         ``earlier``: also acknowledge earlier batches of the same rank, if their acks are missing.
         """
-        num_acked = 0
+        entries = self.acked_by(tokens, earlier)
+        for entry in entries:
+            self.close(entry)
+        return len(entries)
+
+    def is_open(self, number: int) -> bool:
+        """Whether the batch of this number is not settled."""
+        return number in self._by_number
+
+    def acked_by(self, tokens: Iterable[str], earlier: bool = False) -> list[Entry]:
+        """The open batches that ``ack`` with the same arguments settles."""
+        found: dict[int, Entry] = {}
         for token in tokens:
             number = token.rpartition("#")[2]
             entry = self._by_number.get(int(number)) if number.isdecimal() and len(number) < _MAX_DIGITS else None
             if entry is not None and entry.token == token:
-                entries = self._up_to(entry.key) if earlier else [entry]
-                for each in entries:
-                    self.close(each)
-                num_acked += len(entries)
-        return num_acked
+                found.update((each.number, each) for each in (self._up_to(entry.key) if earlier else [entry]))
+        return list(found.values())
 
     def _up_to(self, key: BatchKey) -> list[Entry]:
         return [entry for index, entry in self._ranks[key[0]].open.items() if index <= key[1]]
@@ -264,6 +272,10 @@ class Ledger:
             if own.drawn
         ]
         return SavedLedger([], ranks, self._count, self.num_resets)
+
+    def open_entries(self) -> list[Entry]:
+        """All batches that are not settled."""
+        return list(self._by_number.values())
 
     def entries(self) -> list[tuple[Entry, str, int]]:
         """Open batches with what may change about each: its token, and how many samples it owns."""

@@ -8,7 +8,9 @@ import numpy as np
 
 from transfer_queue import protocol as p
 from transfer_queue.calls import PAGE, Call, Holding
+from transfer_queue.control import group_work
 from transfer_queue.control.draw import foreign
+from transfer_queue.control.leases import LEASES
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import Rows
 from transfer_queue.control.serving import Reading
@@ -48,6 +50,7 @@ def seal(state: PlaneState, call: Call, request: p.SealPartition) -> p.Reply:
     partition.seal()
     state.changed(partition)
     state.refuses(request.partition)
+    state.waits.wake_first((LEASES,))
     return p.Done(request.id)
 
 
@@ -56,8 +59,10 @@ def set_tags(state: PlaneState, call: Call, request: p.SetTags) -> p.Reply:
     for name, tags in request.tags.items():
         partition = state.partitions.get(name)
         if partition is not None:
-            partition.set_tags(tags, request.merge)
+            groups = partition.groups
+            partition.set_tags(tags if groups is None else groups.with_reserved(tags, request.merge), request.merge)
             state.changed(partition)  # a sampler may have waited for a tag
+            group_work.retagged(state, partition, tags)
     return p.Done(request.id)
 
 
@@ -87,9 +92,10 @@ def clear_samples(state: PlaneState, call: Call, request: p.ClearSamples) -> p.R
     if partition is None:
         return p.Cleared(request.id, b"")
     undrawn = {task: consumer.num_undrawn for task, consumer in partition.consumers.items()}
-    gone = partition.clear(p.unpack_indexes(request.indexes))
+    gone = partition.clear(group_work.clearing(state, partition, p.unpack_indexes(request.indexes)))
     state.dropped.samples_cleared(partition, undrawn)
     state.freed(partition)
+    group_work.rows_gone(state, partition)
     return cleared(state, call, state.freezes.keep(gone))
 
 
@@ -109,6 +115,7 @@ def clear_consumed(state: PlaneState, call: Call, request: p.ClearConsumed) -> p
     gone = partition.clear(done[:PAGE])
     if len(gone):
         state.freed(partition)
+        group_work.rows_gone(state, partition)
     reply = cleared(state, call, state.freezes.keep(gone))
     return _explained(reply, partition, request.tasks, being_read, more=len(done) > PAGE)
 
@@ -152,7 +159,13 @@ def _rows_left(partition: Partition, batches: list[p.Indexes]) -> Rows:
 
 def register_task(state: PlaneState, call: Call, request: p.RegisterTask) -> p.Reply:
     """Say how a task draws. Its waiting fetches are examined again."""
+    before = state.tasks.get(request.task)
     state.tasks.register(request)
+    try:
+        group_work.registered(state, request.task)
+    except BaseException:
+        state.tasks.add(before)
+        raise
     state.task_changed(request.task)
     return p.Done(request.id)
 
@@ -161,10 +174,21 @@ def ack(state: PlaneState, call: Call, request: p.Ack) -> p.Reply:
     """Acknowledge batches. Returns how many."""
     partition = state.partitions.get(request.partition)
     consumer = None if partition is None else partition.consumers.get(request.task)
-    num_acked = 0 if consumer is None else consumer.ledger.ack(request.tokens, request.earlier)
-    if partition is not None and num_acked:
+    if partition is None or consumer is None:
+        return p.Done(request.id, 0)
+    num_acked = acknowledge(state, partition, request.task, request.tokens, request.earlier)
+    if num_acked:
         state.changed(partition)  # a reader may wait for fields of this batch
     return p.Done(request.id, num_acked)
+
+
+def acknowledge(state: PlaneState, partition: Partition, task: str, tokens: list[str], earlier: bool = False) -> int:
+    """Acknowledge batches of a task. Returns how many."""
+    ledger = partition.consumer(task).ledger
+    entries = [] if partition.groups is None else ledger.acked_by(tokens, earlier)
+    num_acked = ledger.ack(tokens, earlier)
+    group_work.acked(state, partition, task, entries)
+    return num_acked
 
 
 def reset_consumption(state: PlaneState, call: Call, request: p.ResetConsumption) -> p.Reply:
@@ -175,6 +199,7 @@ def reset_consumption(state: PlaneState, call: Call, request: p.ResetConsumption
     for name, consumer in partition.consumers.items():
         if request.task in (None, name):
             consumer.reset()
+            group_work.reset(state, partition, name)
     state.changed(partition)
     return p.Done(request.id, True)
 
@@ -182,6 +207,8 @@ def reset_consumption(state: PlaneState, call: Call, request: p.ResetConsumption
 def forget_task(state: PlaneState, call: Call, request: p.ForgetTask) -> p.Reply:
     """Delete a task in all partitions and end its waiting fetches. If it comes again, it reads from the start."""
     known = [partition for partition in state.partitions.values() if partition.forget_task(request.task)]
+    for partition in known:
+        group_work.reset(state, partition, request.task)
     state.tasks.remove(request.task)
     state.dropped.forget(request.task)
     for wait in state.fetches_of(request.task):
@@ -204,6 +231,7 @@ def clear_partition(state: PlaneState, call: Call, request: p.ClearPartition) ->
         with foreign(sampler):
             sampler.clear_cache(request.partition)
     partition = state.partitions.pop(request.partition)
+    group_work.partition_gone(state, partition)
     state.dropped.partition_cleared(partition)
     indexes = partition.drop()
     state.discard(partition)

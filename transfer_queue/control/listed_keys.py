@@ -12,7 +12,7 @@ from transfer_queue.control.filtered import FilteredSet
 from transfer_queue.control.kept_sets import KeptSets
 from transfer_queue.control.keys_and_tags import KeyMap, TagStore
 from transfer_queue.control.ready import ReadySet
-from transfer_queue.control.rows import Rows, RowState, RowTable
+from transfer_queue.control.rows import PUBLISHED, Rows, RowTable
 from transfer_queue.control.tag_filter import parse_filter
 
 _COLUMN = "keyed"
@@ -79,7 +79,7 @@ class ListedKeys:
         if not self._table.has_column(_COLUMN):
             return rows[:0]
         state = self._table.column("state")[rows]
-        listed: Rows = rows[self._table.column(_COLUMN)[rows] & (state == RowState.LIVE)]
+        listed: Rows = rows[self._table.column(_COLUMN)[rows] & PUBLISHED[state]]
         return listed
 
     def _add(self, changes: list[int] | list[str]) -> None:
@@ -112,7 +112,7 @@ class ListedKeys:
         return self._matching.get(where, make)
 
     def _all_listed(self) -> npt.NDArray[np.bool_]:
-        live: npt.NDArray[np.bool_] = self._table.column("state") == RowState.LIVE
+        live: npt.NDArray[np.bool_] = PUBLISHED[self._table.column("state")]
         if not self._table.has_column(_COLUMN):
             live[:] = False
         else:
@@ -126,7 +126,7 @@ class ListedKeys:
     def check_invariants(self) -> None:
         """Raise AssertionError if the records disagree; for tests."""
         rows = self._all_listed().nonzero()[0]
-        live = (self._table.column("state") == RowState.LIVE).nonzero()[0]
+        live = PUBLISHED[self._table.column("state")].nonzero()[0]
         named = [self._keys.key_of(index) is not None for index in self._table.column("index")[live].tolist()]
         assert live[np.array(named, dtype=np.bool_)].tolist() == rows.tolist(), "samples with keys are listed"
         for where, matching in self._matching.items():

@@ -9,9 +9,19 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from transfer_queue.control.consumer import Consumer
+from transfer_queue.control.groups import Groups
 from transfer_queue.control.keys_and_tags import KeyMap, TagStore
 from transfer_queue.control.listed_keys import ListedKeys
-from transfer_queue.control.rows import IndexAllocator, Rows, RowState, RowTable, all_of, ascending, one_of
+from transfer_queue.control.rows import (
+    PUBLISHED,
+    IndexAllocator,
+    Rows,
+    RowState,
+    RowTable,
+    all_of,
+    ascending,
+    one_of,
+)
 from transfer_queue.control.schema import Schema
 from transfer_queue.errors import InvalidRequestError, SampleClearedError
 from transfer_queue.protocol import FieldSpec, Indexes, Tags
@@ -38,6 +48,7 @@ class Partition:
         self.keys = KeyMap()
         self.tags = TagStore(self.table)
         self.listed = ListedKeys(self.table, self.keys, self.tags)
+        self.groups: Groups | None = None
         self.consumers: dict[str, Consumer] = {}
         self.last_published: float | None = None
         self.num_live = 0
@@ -64,6 +75,11 @@ class Partition:
         """Samples and reservations, which count towards the capacity."""
         return self.table.size - self.table.num_dead - self.num_free
 
+    @property
+    def is_final(self) -> bool:
+        """Whether no more samples will come: it is sealed, and none of its groups is still worked on."""
+        return self.sealed and (self.groups is None or not self.groups.may_grow)
+
     # ---- writers ----
 
     def check_open(self, count: int) -> None:
@@ -74,9 +90,13 @@ class Partition:
                 f"Put them into another partition, or seal later."
             )
 
-    def reserve(self, count: int) -> Rows:
-        """Reserve rows for one put: pre-allocated ones first, lowest first, then new ones."""
-        self.check_open(count)
+    def reserve(self, count: int, for_group: bool = False) -> Rows:
+        """Reserve rows for one put: pre-allocated ones first, lowest first, then new ones.
+
+        ``for_group``: they become members of a group, which may be put after the partition was sealed.
+        """
+        if not for_group:
+            self.check_open(count)
         if self.table.copies:
             self.table.copies.make()
         has_begun = self.num_free or self.table.size or self.num_published
@@ -127,8 +147,11 @@ class Partition:
             )
         return rows
 
-    def publish(self, indexes: Indexes, specs: Mapping[str, FieldSpec], tags: Mapping[int, Tags], now: float) -> Rows:
-        """Make fields readable; reserved rows become samples. Returns the rows. All or nothing."""
+    def publish(
+        self, indexes: Indexes, specs: Mapping[str, FieldSpec], tags: Mapping[int, Tags], now: float,
+        become: int = RowState.LIVE,
+    ) -> Rows:  # fmt: skip
+        """Make fields readable; reserved rows become samples, or heads. Returns the rows. All or nothing."""
         rows = self.rows_of(indexes)
         self._check_published(rows)
         self.schema.check(specs, self.name, len(rows))
@@ -136,17 +159,22 @@ class Partition:
             self.table.copies.make()
         self.set_tags(tags, merge=True)
         self.num_rewrites += not self.num_reserved or bool((self.table.column("state")[rows] == RowState.LIVE).any())
-        self.make_live(rows)
+        self.make_live(rows, become)
         self.last_published = now
         news = self.schema.record(rows, specs) if len(rows) else {}
+        if self.groups is not None:
+            samples = rows[self.table.column("state")[rows] == RowState.LIVE]
+            news = {name: own[self.table.column("state")[own] == RowState.LIVE] for name, own in news.items()}
+        else:
+            samples = rows
         for consumer in self.consumers.values():
-            consumer.published(rows, news)
+            consumer.published(samples, news)
         return rows
 
     def lose_unit(self, unit: int) -> bool:
         """The values in this storage unit are gone. Returns whether samples have lost some."""
         state = self.table.column("state")
-        lost = {name: rows[state[rows] == RowState.LIVE] for name, rows in self.schema.lose_unit(unit).items()}
+        lost = {name: rows[PUBLISHED[state[rows]]] for name, rows in self.schema.lose_unit(unit).items()}
         self.schema.count_lost(lost)
         for consumer in self.consumers.values():
             consumer.lost(lost)
@@ -170,18 +198,19 @@ class Partition:
         if self.num_free and (state == RowState.FREE).any():
             raise InvalidRequestError(f"partition {self.name!r}: pre-allocated samples must be inserted before a put.")
 
-    def make_live(self, rows: Rows) -> None:
-        """Reserved rows become samples; the partition seals itself at its declared number."""
+    def make_live(self, rows: Rows, become: int = RowState.LIVE) -> None:
+        """Reserved rows become samples, or heads; the partition seals itself at its declared number of samples."""
         state = self.table.column("state")
-        fresh = rows[state[rows] != RowState.LIVE]
+        fresh = rows[~PUBLISHED[state[rows]]]
         if len(fresh):
             fresh = ascending(fresh)  # a repeated row is one sample
             self.num_reserved -= int(np.count_nonzero(_RESERVED[state[fresh]]))
-            state[fresh] = RowState.LIVE
-            self.num_live += len(fresh)
-            self.num_published += len(fresh)
-            for consumer in self.consumers.values():
-                consumer.inserted(len(fresh))
+            state[fresh] = become
+            if become == RowState.LIVE:
+                self.num_live += len(fresh)
+                self.num_published += len(fresh)
+                for consumer in self.consumers.values():
+                    consumer.inserted(len(fresh))
             self.listed.appeared(fresh)
         self.seal_if_complete()
 
@@ -267,6 +296,8 @@ class Partition:
             self.table.compact()
             self._first_free = 0
             self.listed.rebuild()
+            if self.groups is not None:
+                self.groups.rebuild()
             for consumer in self.consumers.values():
                 consumer.rebuild()
 
@@ -395,6 +426,8 @@ class Partition:
         rows = ascending(rows[found])
         if len(rows) and self.table.copies:
             self.table.copies.make()
+        if self.groups is not None and len(rows):
+            self.groups.removing(rows)
         for consumer in self.consumers.values():
             consumer.cleared(rows)
         cleared = self._release(rows)
@@ -429,7 +462,9 @@ class Partition:
         assert known.issuperset(at for _, at in self.keys.items()), "keys belong to rows"
         assert self.keys.is_ascending(), "keys are in the order of their samples"
         for name, count in self.schema.counts.items():
-            assert count == np.count_nonzero(self.schema.has(name) & (state == RowState.LIVE)), f"{name!r} is counted"
+            assert count == np.count_nonzero(self.schema.has(name) & PUBLISHED[state]), f"{name!r} is counted"
         self.listed.check_invariants()
+        if self.groups is not None:
+            self.groups.check_invariants()
         for consumer in self.consumers.values():
             consumer.check_invariants()

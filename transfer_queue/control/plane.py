@@ -11,7 +11,17 @@ import numpy as np
 
 from transfer_queue import protocol as p
 from transfer_queue.calls import Answer, Call, Calls, Steps, Verb, Wait
-from transfer_queue.control import checkpoints, fetches, key_waits, lifecycle, memberships, queries, writing
+from transfer_queue.control import (
+    checkpoints,
+    fetches,
+    group_work,
+    key_waits,
+    leasing,
+    lifecycle,
+    memberships,
+    queries,
+    writing,
+)
 from transfer_queue.control.serving import Unread
 from transfer_queue.control.state import PlaneConfig, PlaneState
 
@@ -41,6 +51,13 @@ _VERBS: dict[type[p.Request], Callable[[PlaneState, Call, Any], p.Reply | Wait |
     p.WaitKeys: key_waits.wait_for_keys,
     p.ForgetTask: lifecycle.forget_task,
     p.ExpectProducers: lifecycle.expect_producers,
+    p.LeaseGroups: leasing.lease,
+    p.EndLease: leasing.end_lease,
+    p.RenewLeases: leasing.renew,
+    p.Advance: leasing.advance,
+    p.Trained: leasing.trained,
+    p.RetryGroups: leasing.retry,
+    p.RejectGroups: leasing.reject,
     p.GetStats: queries.stats,
     p.JoinUnit: memberships.join_unit,
     p.ListLost: queries.list_lost,
@@ -70,6 +87,7 @@ class ControlPlane:
         """``calls``: the room of its process; None: one of its own."""
         self.calls = calls or Calls()
         self.state = PlaneState(config or PlaneConfig(), self.calls)
+        self.state.leases.lost = partial(group_work.lost, self.state)
         self.verbs: dict[type[p.Request], Verb] = {kind: partial(verb, self.state) for kind, verb in _VERBS.items()}
         self.verbs |= {p.Cancel: self._cancel, p.EvictClient: self._evict}
         self.calls.verbs |= self.verbs

@@ -14,7 +14,7 @@ from transfer_queue import protocol as p
 from transfer_queue.calls import PAGE, Call, Holding, Name, Wait
 from transfer_queue.control.checkpoints import Freezing
 from transfer_queue.control.partition import Partition
-from transfer_queue.control.rows import RowState, all_of
+from transfer_queue.control.rows import PUBLISHED, RowState, all_of
 from transfer_queue.control.serving import ServedFetch
 from transfer_queue.control.serving import describe as describe_samples
 from transfer_queue.control.state import FETCHES, KEYS, SAVING, WRITERS, PlaneState
@@ -125,7 +125,7 @@ def published_keys(partition: Partition, items: list[tuple[str, int]], where: Ta
         return {}
     indexes = np.array([index for _, index in items], dtype=np.int64)
     rows = partition.rows_of(indexes)
-    live = partition.table.column("state")[rows] == RowState.LIVE
+    live = PUBLISHED[partition.table.column("state")[rows]]
     tags = partition.tags.of(indexes, rows)
     found = {key: tags.get(index, {}) for (key, index), shown in zip(items, live.tolist(), strict=True) if shown}
     return found if where is None else {key: own for key, own in found.items() if where.matches(own)}
@@ -173,14 +173,14 @@ def stats(state: PlaneState, call: Call, request: p.GetStats) -> p.Reply:
 
 def _clients(state: PlaneState) -> dict[str, dict[str, int]]:
     """What each session holds. ``unreceived``: answers that its client has not confirmed."""
-    clients = {}
+    clients, permits = {}, state.freezes.permits
     for client in state.calls.clients():
         calls = state.calls.of(client)
         held: list[Holding] = [each for call in calls for each in call.holdings]
         writes = [each for each in held if isinstance(each, Reservation)]
         clients[client] = {
             "reservations": len(writes), "reserved": sum(len(write.indexes) for write in writes),
-            "leaves": sum(holder == client for holder, _ in state.freezes.permits),
+            "leaves": sum(holder == client and replaces() for (holder, _), replaces in permits.items()),
             "freezes": sum(isinstance(each, Freezing) for each in held),
             "parked": sum(call.wait is not None for call in calls),
             "unreceived": sum(call.has_unreceived_reply for call in calls),

@@ -117,6 +117,13 @@ class ReadySet:
                 break
         return np.concatenate(found)
 
+    def contains(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """[len(rows)] Which of these rows are ready."""
+        found = np.zeros(len(rows), dtype=np.bool_)
+        known = rows < len(self._mask)
+        found[known] = self._mask[rows[known]]
+        return found
+
     def all_rows(self) -> Rows:
         """Every ready row, ascending; for tests."""
         return self.first(self.count)

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from transfer_queue.calls import Calls
+from transfer_queue.control import group_work
 from transfer_queue.control.draw import Task, Tasks, foreign
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import MAX_INDEX, IndexAllocator, RowState, one_of
@@ -24,7 +25,7 @@ from transfer_queue.protocol import Indexes, unpack_indexes
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.sampler.registry import resolve
 
-_SAVED = one_of(RowState.LIVE, RowState.FREE)
+_SAVED = one_of(RowState.LIVE, RowState.FREE, RowState.HEAD)
 _PUT_COLUMNS = ("put_offset", "put_size", "put_number")
 
 
@@ -42,6 +43,8 @@ class Restored:
     def __init__(self, state: PlaneState, shift: int, now: float) -> None:
         self.partitions: dict[str, Partition] = {}
         self.allocator = IndexAllocator()
+        self.versions: dict[str, int] = {}
+        self.next_lease = 1
         self._state, self._shift, self._now = state, shift, now
         self._head: SavedQueue | None = None
         self._given: dict[tuple[str, str], Counter[int]] = {}
@@ -70,9 +73,10 @@ class Restored:
         for name in _PUT_COLUMNS:
             table.column(name)[start:] = np.frombuffer(getattr(saved, name), dtype="<i4")
         num_live = int(np.count_nonzero(state == RowState.LIVE))
+        num_free = int(np.count_nonzero(state == RowState.FREE))
         partition.num_live += num_live
-        partition.num_free += len(rows) - num_live
-        self.allocator.num_used += num_live
+        partition.num_free += num_free
+        self.allocator.num_used += len(rows) - num_free
         partition.schema.load(saved.fields, start)
         self._name(partition, saved, index)
         tagged = unpack_indexes(saved.tagged)
@@ -81,6 +85,8 @@ class Restored:
         partition.tags.load(tagged + start, saved.tags)
         for consumer in partition.consumers.values():
             consumer.inserted(num_live)
+        if saved.groups:
+            group_work.groups_of(self._state, partition).load(saved.groups, saved.terms, start, self._shift)
         for each in saved.consumers:
             numbers, counts = np.unique(
                 partition.consumer(each.task).load(each, self._shift, start), return_counts=True
@@ -132,8 +138,12 @@ class Restored:
         # A number that is in no token: acks of batches that were drawn since the state was saved must not match here.
         self.incarnations = max(state.incarnations, saved.incarnations) + 1
         self.tasks = _restore_tasks(saved, state, self._shift)
+        self.versions, self.next_lease = saved.versions, saved.next_lease
         with _contradictions():
             self._check()
+            for partition in self.partitions.values():
+                if partition.groups is not None:
+                    partition.groups.finish_loading()
             for partition in self.partitions.values():
                 partition.make_free(partition.missing_free)  # their indexes must come after all others
                 partition.missing_free = 0

@@ -17,7 +17,10 @@ _FIXED = ("index", "put_offset", "put_size", "put_number")
 
 
 class RowState:
-    """The states of a row. Status calls count FREE, RESERVED_FREE and LIVE rows; only LIVE rows can be fetched."""
+    """The states of a row. Status calls count FREE, RESERVED_FREE and LIVE rows; only LIVE rows can be fetched.
+
+    Checkpoints contain these numbers.
+    """
 
     # Plain ints: NumPy takes 2 us to compare a column with a member of an Enum.
 
@@ -26,13 +29,18 @@ class RowState:
     RESERVED_FREE = 2  # reserved by a writer, from the pre-allocated ones
     LIVE = 3  # a sample
     DEAD = 4  # cleared or released; removed by the next compaction
+    HEAD = 5  # a group's own row: named by its key, and never fetched
 
 
 def one_of(*states: int) -> npt.NDArray[np.bool_]:
     """A table to be indexed by a state column: True for these states."""
-    table = np.zeros(RowState.DEAD + 1, dtype=np.bool_)
+    table = np.zeros(RowState.HEAD + 1, dtype=np.bool_)
     table[list(states)] = True
     return table
+
+
+PUBLISHED = one_of(RowState.LIVE, RowState.HEAD)
+"""Rows that users know of."""
 
 
 def ascending(rows: Rows) -> Rows:

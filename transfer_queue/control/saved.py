@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from transfer_queue.control.rows import RowState
+from transfer_queue.control.rows import PUBLISHED
 from transfer_queue.errors import CheckpointError
-from transfer_queue.protocol import DeclaredField, Indexes, unpack_indexes
+from transfer_queue.protocol import DeclaredField, Indexes, Terms, unpack_indexes
 
 FORMAT = 2
 FORMATS = (1, 2)
@@ -104,7 +104,8 @@ class SavedField(msgspec.Struct):
 class SavedPartition(msgspec.Struct):
     """Rows are samples and pre-allocated ones (``state`` uint8), without the rows that writers had reserved.
 
-    ``missing_free`` counts the reserved rows that were pre-allocated.
+    ``missing_free`` counts the reserved rows that were pre-allocated. ``groups``: columns of heads and members;
+    ``terms`` of the groups, numbered from 1 in those columns.
     """
 
     name: str
@@ -127,6 +128,8 @@ class SavedPartition(msgspec.Struct):
     tags: list[bytes] = []
     published_ago_s: float | None = None
     missing_free: int = 0
+    groups: dict[str, bytes] = {}
+    terms: list[Terms] = []
 
 
 class SavedSampler(msgspec.Struct):
@@ -147,12 +150,16 @@ class SavedTask(msgspec.Struct):
 
 
 class SavedQueue(msgspec.Struct):
+    """``versions``: that train, by name or pattern of partitions. ``next_lease``: the token that it would have."""
+
     format: int
     next_index: int
     incarnations: int
     partitions: list[SavedPartition]
     tasks: list[SavedTask]
     sampler: SavedSampler
+    versions: dict[str, int] = {}
+    next_lease: int = 1
 
 
 class _FormatOnly(msgspec.Struct):
@@ -182,6 +189,6 @@ def saved_indexes(saved: SavedQueue) -> Indexes:
 
 
 def live_rows(saved: SavedPartition) -> npt.NDArray[np.bool_]:
-    """Which rows are samples."""
-    live: npt.NDArray[np.bool_] = np.frombuffer(saved.state, dtype=np.uint8) == RowState.LIVE
+    """Which rows are samples, or heads of groups."""
+    live: npt.NDArray[np.bool_] = PUBLISHED[np.frombuffer(saved.state, dtype=np.uint8)]
     return live

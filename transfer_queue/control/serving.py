@@ -14,16 +14,19 @@ from transfer_queue.calls import MORE, Holding, More, Turn, Until
 from transfer_queue.control.consumer import UNLEDGERED, Consumer, StreamEnd
 from transfer_queue.control.draw import Draw, Share, Task, foreign
 from transfer_queue.control.filtered import FilteredSet
+from transfer_queue.control.groups import Groups
 from transfer_queue.control.ledger import BatchKey, Entry
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet
+from transfer_queue.control.ready_groups import TaskGroups
 from transfer_queue.control.rows import Rows, all_of
 from transfer_queue.control.state import PlaneState
 from transfer_queue.control.tag_filter import parse_filter
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.protocol import Batch, Ended, Fetch, Indexes, NotReady, pack_indexes, unpack_indexes
+from transfer_queue.sampler.group_sampler import GroupSampler
 
-QUIET_S = 2.0
+_QUIET_S = 2.0
 """A finite unsealed stream ends with a short batch once nothing was published for this long."""
 
 _ALL_RANKS = -1
@@ -38,8 +41,11 @@ def check_fetch(fetch: Fetch, task: Task) -> int | None:
     """
     if not fetch.fields:
         raise InvalidRequestError("a fetch must name at least one field, got data_fields=[].")
-    if fetch.batch_size < 1:
-        raise InvalidRequestError(f"batch_size must be at least 1, got {fetch.batch_size}.")
+    if fetch.batch_size < 1 and not (fetch.batch_size == 0 and isinstance(task.sampler, GroupSampler)):
+        raise InvalidRequestError(
+            f"task {task.name!r} needs a batch_size: batch_size must be at least 1, got {fetch.batch_size}. Only a "
+            f"task with a GroupSampler does without it."
+        )
     if math.isnan(fetch.wait_s):
         raise InvalidRequestError("a fetch must say how many seconds it waits, got NaN.")
     for name in _FROM_0:
@@ -105,6 +111,8 @@ class Taken(Holding):
             drawn, number = entry.consumes, entry.number
         rows, found = partition.table.find(drawn)
         consumer.release(rows[found], number)
+        if partition.groups is not None and len(rows):
+            partition.groups.gave_back(consumer.task, rows[found])
 
 
 class Reading(Holding):
@@ -140,8 +148,11 @@ class Arriving(Reading):
 class ServedFetch:
     """One fetch against one partition. ``answer`` may be called repeatedly until it is not None."""
 
-    def __init__(self, fetch: Fetch, partition: Partition, task: Task, dp_size: int | None, turn: Turn) -> None:
+    def __init__(
+        self, fetch: Fetch, partition: Partition, task: Task, dp_size: int | None, turn: Turn, client: str = ""
+    ) -> None:
         self._fetch = fetch
+        self._client = client
         self.partition = partition
         self._task = task
         self._turn = turn
@@ -163,8 +174,8 @@ class ServedFetch:
         self.consumer.ledger.waits(self._rank)
         return self.consumer.ledger.next_index(self._rank)
 
-    def answer(self, now: float, may_draw: bool, waited: bool = False) -> Batch | Ended | More | None:
-        """The answer, or None if it is not decided yet. ``waited``: the fetch's deadline has passed."""
+    def answer(self, now: float, may_draw: bool) -> Batch | Ended | More | None:
+        """The answer, or None if it is not decided yet."""
         batch_index = self._batch_index()
         if batch_index is not None:
             if self._is_past_end(batch_index):
@@ -174,8 +185,8 @@ class ServedFetch:
                 return self._from_ledger(entry)
             for earlier in self._skipped((self._rank, batch_index)) if may_draw else ():
                 fetch = msgspec.structs.replace(self._fetch, batch_index=earlier, first_index=None)
-                served = ServedFetch(fetch, self.partition, self._task, self._dp_size, self._turn)
-                reply = served.answer(now, may_draw, waited)
+                served = ServedFetch(fetch, self.partition, self._task, self._dp_size, self._turn, self._client)
+                reply = served.answer(now, may_draw)
                 self.written += served.written
                 self.has_given |= served.has_given
                 if not isinstance(reply, Batch):
@@ -189,7 +200,7 @@ class ServedFetch:
         shares = draw.shares()
         if shares is not None:
             return self._hand_out(draw, shares)
-        return self._end(draw, now, waited)
+        return self._end(draw, now)
 
     def _known_end(self, batch_index: int | None) -> Ended | None:
         """The end of stream, if an earlier fetch decided it."""
@@ -256,6 +267,8 @@ class ServedFetch:
 
     def _draw(self, batch_index: int | None) -> Draw:
         fetch = self._fetch
+        if self._groups is not None:
+            self._groups.work.before_draw(fetch.task)
         ranks: tuple[int | None, ...] = (self._rank,)
         if self._dp_size is not None:
             ranks = tuple(range(self._dp_size))
@@ -264,6 +277,11 @@ class ServedFetch:
             self.partition, self.consumer, self._task.sampler, tuple(fetch.fields), self.ready(), fetch.batch_size,
             batch_index, ranks, self._dp_size, fetch.sampler_args,
         )  # fmt: skip
+
+    @property
+    def _groups(self) -> Groups | None:
+        """Where the task draws groups."""
+        return self.partition.groups if isinstance(self._task.sampler, GroupSampler) else None
 
     def _check_free(self, batch_index: int | None) -> None:
         """A round is drawn for all ranks, so none of them may already have this batch."""
@@ -283,9 +301,14 @@ class ServedFetch:
             fresh = shares[0].consumed[self.consumer.given[shares[0].consumed] == 0]
             self.drawn = self.partition.table.column("index")[fresh]
             self.consumer.give(shares[0].consumed, UNLEDGERED)
+            if self._groups is not None:
+                self._groups.drew(self._fetch.task, [(self._client, None, shares[0].rows)])
             return self._batch(shares[0].indexes, shares[0].rows, padding=shares[0].padding)
         entries = [self._write(rank, draw.batch_index, share) for rank, share in zip(draw.ranks, shares, strict=False)]
         self._give(entries, shares)
+        if self._groups is not None:
+            drawn = [(*entry.key, share.rows) for entry, share in zip(entries, shares, strict=True)]
+            self._groups.drew(self._fetch.task, drawn)
         reply: Batch | None = None
         for entry, share in zip(entries, shares, strict=True):
             if entry.key[0] == self._rank:
@@ -366,17 +389,23 @@ class ServedFetch:
 
     def _entry_batch(self, entry: Entry, rows: Rows) -> Batch:
         self.consumer.ledger.took(entry.key)
-        return self._batch(entry.indexes, rows, entry.token, entry.key[1], entry.padding)
+        batch = self._batch(entry.indexes, rows, entry.token, entry.key[1], entry.padding)
+        if self._dp_size in (None, 1) or self._groups is None:
+            return batch
+        known = (self.consumer.ledger.get((rank, entry.key[1])) for rank in range(self._dp_size))
+        return msgspec.structs.replace(batch, most_rows=max(len(own.indexes) for own in known if own is not None))
 
-    def _end(self, draw: Draw, now: float, waited: bool) -> Batch | Ended | None:
+    def _end(self, draw: Draw, now: float) -> Batch | Ended | None:
         """Decide whether a round that can't be filled now will ever be.
 
         Samples that have all fields and don't match the filter count as not coming, although their tags may change.
         """
+        if self._groups is not None:
+            return self._end_of_groups(draw)
         ready, unmatched = draw.ready.count, self._num_unmatched(draw.ready)
         if self._fetch.finite and self.partition.is_exhausted(self.consumer, unmatched):
             return self._over(draw.batch_index)
-        if not self._is_complete(now, waited):
+        if not self._is_complete(now):
             return None
         lacking = self.consumer.num_undrawn - ready - unmatched
         coming = self.partition.num_reserved + lacking
@@ -391,15 +420,38 @@ class ServedFetch:
             return self._hand_out(draw, shares)
         return Ended(self._fetch.id, "sealed", left) if self.partition.sealed else self._over(draw.batch_index, left)
 
-    def _is_complete(self, now: float, waited: bool) -> bool:
+    def _end_of_groups(self, draw: Draw) -> Batch | Ended | None:
+        """What is ready of a partition where no more groups will be is the tail."""
+        groups = self._groups
+        assert groups is not None
+        sampler = self._task.sampler
+        assert isinstance(sampler, GroupSampler)
+        queue = TaskGroups(groups, draw.ready, sampler, self._fetch.task)
+        if not self.partition.is_final or any(group not in queue for group in queue.unfinished()):
+            return None
+        shares = draw.tail_shares(self._task.tail_policy(self._dp_size))
+        left = draw.ready.count - sum(len(share.consumed) for share in shares)
+        if not (shares and left):
+            self.consumer.end(self._fetch.where, "sealed", left)
+        return self._hand_out(draw, shares) if shares else Ended(self._fetch.id, "sealed", left)
+
+    def _is_complete(self, now: float) -> bool:
         if self.partition.sealed:
-            return True
+            return self.partition.is_final
         if not self._fetch.finite or not self.partition.num_live or self.partition.num_reserved:
             return False
         if self.partition.all_inserted():
             return True
+        return now >= self._quiet_at()
+
+    def _quiet_at(self) -> float:
         last = self.partition.last_published
-        return waited and last is not None and now >= last + QUIET_S
+        return math.inf if last is None else last + _QUIET_S
+
+    def decided_by_time(self, now: float) -> float | None:
+        """When the stream may end without another request; None: only a request can end it."""
+        at = self._quiet_at()
+        return at if self._fetch.finite and not self.partition.sealed and now < at < math.inf else None
 
     def _batch(
         self, indexes: Indexes, rows: Rows, token: str | None = None, batch_index: int | None = None,
@@ -442,8 +494,10 @@ def describe(
     """Describe these samples, which have these rows. Fields that the partition doesn't know are left out."""
     schema = partition.schema
     status = schema.complete(rows, fields)
+    heads, versions = (None, {}) if partition.groups is None else partition.groups.described(rows)
     return Batch(
         request_id, partition.name, pack_indexes(indexes), {n: schema.spec(n, rows) for n in fields if schema.knows(n)},
         status.tobytes(), partition.tags.of(indexes, rows), token, batch_index,
         None if padding is None else padding.tobytes(), keys or [],
+        heads=heads, versions=versions,
     )  # fmt: skip

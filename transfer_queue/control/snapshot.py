@@ -16,9 +16,10 @@ import numpy.typing as npt
 
 from transfer_queue.control.consumer import Consumer
 from transfer_queue.control.draw import Task, foreign
+from transfer_queue.control.groups import COLUMNS
 from transfer_queue.control.ledger import save_entry
 from transfer_queue.control.partition import Partition
-from transfer_queue.control.rows import RowState, one_of
+from transfer_queue.control.rows import PUBLISHED, RowState, one_of
 from transfer_queue.control.saved import FORMAT, SavedConsumer, SavedPartition, SavedQueue, SavedSampler, SavedTask
 from transfer_queue.control.state import PlaneState
 from transfer_queue.errors import CheckpointError
@@ -31,7 +32,7 @@ BATCHES = 1000
 """Batches of each ledger in one slice: they take longer."""
 _PARTITION = 100
 """A partition costs as much as so many rows."""
-_SAVED = one_of(RowState.LIVE, RowState.FREE)
+_SAVED = one_of(RowState.LIVE, RowState.FREE, RowState.HEAD)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -50,6 +51,7 @@ class Snapshot:
         self._head = SavedQueue(
             FORMAT, state.allocator.next_index, state.incarnations, [],
             [_save_task(task, state.tasks.default) for task in state.tasks], save_sampler(state.tasks.default),
+            dict(state.leases.versions), state.leases.next_token,
         )  # fmt: skip
         _check(self._head)
         self._state = state
@@ -136,6 +138,7 @@ class FrozenPartition:
             partition.name, partition.incarnation, partition.sealed, partition.num_samples, partition.num_published,
             partition.num_puts, partition.preallocate, b"", b"", b"", b"", b"", [], [],
             published_ago_s=None if last is None else self._now - last, missing_free=partition.missing_free + missing,
+            terms=[] if partition.groups is None else list(partition.groups.terms),
         )  # fmt: skip
         cuts = (-(-len(each.entries) // BATCHES) for each in self._consumers)
         self._num_sections = max(1, -(-self._table.size // ROWS), *cuts)
@@ -153,7 +156,7 @@ class FrozenPartition:
         assert head is not None, "a partition is planned before it is saved"
         rows = _SAVED[table.column("state")[start : start + ROWS]].nonzero()[0] + start
         index, state = table.column("index")[rows], table.column("state")[rows]
-        is_live = state == RowState.LIVE
+        is_live = PUBLISHED[state]
         offset, size, put = (
             np.where(is_live, table.column(name)[rows], 0).astype("<i4").tobytes()
             for name in ("put_offset", "put_size", "put_number")
@@ -165,6 +168,8 @@ class FrozenPartition:
             put_offset=offset, put_size=size, put_number=put, fields=self._schema.save(rows),
             consumers=[each.save(number, table.column(each.given)[rows], table.column(each.consumed)[rows])
                        for each in self._consumers],
+            groups={name: table.column(name)[rows].astype(dtype).tobytes() for name, dtype in COLUMNS
+                    if table.has_column(name)},
             keys=keys, key_indexes=pack_indexes(named), tagged=pack_indexes(tagged), tags=tags,
             missing_free=0 if number else head.missing_free,
         )  # fmt: skip

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from transfer_queue.calls import PIECE, Calls, Wait
+from transfer_queue.calls import PIECE, Calls, Name, Wait
 from transfer_queue.config import FullConfig
 from transfer_queue.control.draw import Tasks
 from transfer_queue.control.dropped import Dropped
 from transfer_queue.control.freezes import Freezes
+from transfer_queue.control.leases import Leases
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.producers import Producers
 from transfer_queue.control.rows import IndexAllocator
@@ -74,6 +75,7 @@ class PlaneState:
         self.partitions: dict[str, Partition] = {}
         self.tasks = Tasks(config.sampler, config.sampler_modules)
         self.allocator = IndexAllocator()
+        self.leases = Leases(calls, lambda task: self.tasks.get(task).sampler)
         self.producers = Producers(calls, config.producer_grace_s, self.everything_changed)
         self.unused: list[Indexes] = []
         """Indexes whose values are to be deleted: they may be in storage, and belong to no sample any more."""
@@ -83,6 +85,8 @@ class PlaneState:
         self.freezes = Freezes()
         self.snapshots: set[object] = set()
         """Snapshots of which slices are still to be made."""
+        self.timed_lines: set[Name] = set()
+        """Queues of fetches of which the first is examined at a certain time."""
         self._discarded: list[Partition] = []
         self.units = UnitTable()
         self.runs = RunTable()
@@ -150,6 +154,7 @@ class PlaneState:
         self.incarnations += 1
         partition = Partition(name, self.incarnations, self.allocator, self.config.preallocate, num_samples)
         self.partitions[name] = partition
+        self.leases.partition_made(name)
         return partition
 
     def find(self, name: str, serial: int) -> Partition | None:

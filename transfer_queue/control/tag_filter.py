@@ -34,7 +34,7 @@ Test = Callable[[Mapping[str, Any]], bool]
 _Value = Callable[[Mapping[str, Any]], Any]
 
 _MISSING = object()
-_COMPARE: dict[str, Callable[[Any, Any], Any]] = {
+COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
 }  # fmt: skip
 _CONSTANTS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
@@ -73,9 +73,7 @@ def parse_filter(text: str) -> TagFilter:
         >>> tq.parse_filter("env == 'math' and policy_version >= 7").matches({"env": "math", "policy_version": 8})
         True
     """
-    if len(text) > MAX_LENGTH:
-        raise InvalidRequestError(f"a filter has at most {MAX_LENGTH} characters, got {len(text)}.")
-    parser = _Parser(text)
+    parser = FilterParser(text)
     matches = parser.filter()
     return TagFilter(text, matches, parser.num_tests)
 
@@ -88,10 +86,14 @@ class _Token(NamedTuple):
     at: int
 
 
-class _Parser:
-    """Recursive descent: one method per rule of the grammar, one token ahead."""
+class FilterParser:
+    """Recursive descent: one method per rule of the grammar, one token ahead. gate.py changes two rules."""
+
+    noun = "filter"
 
     def __init__(self, text: str) -> None:
+        if len(text) > MAX_LENGTH:
+            raise InvalidRequestError(f"a {self.noun} has at most {MAX_LENGTH} characters, got {len(text)}.")
         self._text = text
         self._depth = 0
         self._after = 0
@@ -129,7 +131,7 @@ class _Parser:
         found = repr(self._text[at : at + 12]) if at < len(self._text) else "its end"
         text = self._text if len(self._text) <= _MOST_SHOWN else f"{self._text[:_MOST_SHOWN]}..."
         raise InvalidRequestError(
-            f"the filter {text!r} goes wrong at character {at + 1}: expected {expected}, found {found}."
+            f"the {self.noun} {text!r} goes wrong at character {at + 1}: expected {expected}, found {found}."
         )
 
     # ---- rules ----
@@ -177,17 +179,19 @@ class _Parser:
         return lambda tags: name in tags
 
     def _comparison(self) -> Test:
-        left = self._value()
+        return self._compared(self._value())
+
+    def _compared(self, left: _Value) -> Test:
         if self._takes("in"):
             return _membership(left, self._list())
         if self._takes("not"):
             if self._takes("in") is None:
                 self._fail("'in' after 'not'")
             return _membership(left, self._list(), negated=True)
-        sign = self._takes(*_COMPARE)
+        sign = self._takes(*COMPARE)
         if sign is None:
             self._fail("a comparison: ==, !=, <, <=, >, >= or in [...]")
-        return _comparison(left, _COMPARE[sign], self._value())
+        return _comparison(left, COMPARE[sign], self._value())
 
     def _value(self) -> _Value:
         name = self._tag_name()

@@ -9,12 +9,15 @@ import msgspec
 import numpy as np
 
 from transfer_queue import protocol as p
-from transfer_queue.calls import Call, Effect, Holding, Steps, Until, Wait
+from transfer_queue.calls import Call, Effect, Holding, Steps, Until, Wait, replied
+from transfer_queue.control import group_work
+from transfer_queue.control.group_record import check_tags, check_terms
 from transfer_queue.control.partition import Partition
+from transfer_queue.control.rows import Rows, RowState
 from transfer_queue.control.serving import describe
 from transfer_queue.control.state import SAVING, WRITERS, PlaneState
 from transfer_queue.diagnosis import keepers
-from transfer_queue.errors import CheckpointError, InvalidRequestError, StorageFullError
+from transfer_queue.errors import CheckpointError, GroupStateError, InvalidRequestError, StorageFullError
 
 Writer = p.Reserve | p.Insert | p.ResolveKeys
 Rewrite = p.CheckFields | p.ResolveKeys
@@ -26,7 +29,7 @@ _NONE: p.Indexes = np.empty(0, dtype=np.int64)
 
 
 class Reservation(Holding):
-    """Samples of a write under way. Nobody knows their indexes, so they may have values before the publish."""
+    """Samples of a write under way. Nobody else knows their indexes, unless they are ``keyed``."""
 
     until = Until.DONE
     __slots__ = ("_state", "indexes", "keyed", "partition", "serial")
@@ -58,21 +61,20 @@ class Reservation(Holding):
 
 
 class Permit(Holding):
-    """A write to samples that exist: its values are stored aside. While it may replace others, freezes wait."""
+    """A write to samples that others may write to, too: its values are stored aside. While it would replace some,
+    freezes wait. Whether it does may change with each publish of another.
+    """
 
     until = Until.DONE
     __slots__ = ("_call", "_state")
 
-    def __init__(self, state: PlaneState, call: Call, replaces: bool) -> None:
+    def __init__(self, state: PlaneState, call: Call, request: Rewrite) -> None:
         self._state, self._call = state, (call.client, call.number)
-        if replaces:
-            state.freezes.permits.add(self._call)
+        state.freezes.permits[self._call] = lambda: len(replaced(state, request)) > 0
 
     def keep(self) -> None:
         """The write is over."""
-        permits = self._state.freezes.permits
-        if self._call in permits:
-            permits.remove(self._call)
+        if self._state.freezes.permits.pop(self._call, None) is not None:
             self._state.waits.wake_first(SAVING)
 
     def undo(self) -> bool:
@@ -160,7 +162,7 @@ def write(state: PlaneState, call: Call, request: Writer) -> p.Reply | Wait:
     keys: list[Hashable] = [(WRITERS, request.partition)]
     if isinstance(request, p.ResolveKeys):
         keys += [(WRITERS, request.partition, key) for key in dict.fromkeys(request.keys)]
-    return Wait(WRITERS, state.calls.now + request.wait_s, answer, size=count, keys=tuple(keys))
+    return Wait(WRITERS, call.since + request.wait_s, answer, size=count, keys=tuple(keys))
 
 
 def count_of(state: PlaneState, request: Writer) -> int:
@@ -181,25 +183,44 @@ def check(state: PlaneState, request: Writer) -> None:
             f"Storage capacity exceeded: {count} samples were put at once, the queue holds {capacity} at most "
             f"(total_storage_size). Put fewer at a time, or raise it."
         )
+    if isinstance(request, p.ResolveKeys) and request.role is not None:
+        check_terms(request.role)
+        state.leases.check_budgets(request.role.tasks)
+        if len(set(request.keys)) < len(request.keys):
+            raise GroupStateError("two of these groups have the same key. Give each its own, or no keys.")
     partition = state.partitions.get(request.partition)
     if partition is None:
         return
-    if count:
+    if count and not (isinstance(request, p.Reserve) and request.role is not None):
         partition.check_open(count)
+    if isinstance(request, p.ResolveKeys) and request.role is not None:
+        _check_new(partition, request.keys)
     if not isinstance(request, p.Insert):
         num_rows = len(request.keys) if isinstance(request, p.ResolveKeys) else request.count
         partition.schema.check(request.fields, request.partition, num_rows)
 
 
+def _check_new(partition: Partition, keys: Sequence[str]) -> None:
+    known = [key for key, index in zip(keys, partition.keys.indexes_of(keys), strict=True) if index is not None]
+    if known:
+        raise GroupStateError(
+            f"{len(known)} of {len(keys)} keys exist in partition {partition.name!r} already, first {known[0]!r}; no "
+            f"group was added. Give new keys, or none."
+        )
+
+
 def _admit(state: PlaneState, call: Call, request: Writer, count: int) -> p.Reply | None:
-    """Serve the request if there is room; None if there isn't."""
+    """Serve the request if there is room; None if there isn't. Done: values that it replaces are being saved by now."""
     room = state.room()
     if room is not None and count > room:
         return None
     if isinstance(request, p.ResolveKeys):
-        return _bind_keys(state, call, request)
+        return p.Done(request.id) if _must_wait(state, request) else _bind_keys(state, call, request)
+    members = request.role if isinstance(request, p.Reserve) else None
     partition = state.get_or_create(request.partition)
-    rows = partition.reserve(request.count)
+    if members is not None:
+        group_work.check_members(state, call, partition, members, request.count)
+    rows = partition.reserve(request.count, for_group=members is not None)
     indexes = partition.table.column("index")[rows]
     if isinstance(request, p.Reserve):
         state.calls.hold(call, Reservation(state, partition, indexes))
@@ -265,7 +286,6 @@ def _new_keys(state: PlaneState, request: p.ResolveKeys) -> list[str]:
 
 def _bind_keys(state: PlaneState, call: Call, request: p.ResolveKeys) -> p.Reply:
     new = _new_keys(state, request)
-    replaces = len(replaced(state, request)) > 0
     partition = state.get_or_create(request.partition) if new else state.partitions.get(request.partition)
     if partition is None:
         return p.Batch(request.id, request.partition, b"", {}, b"")
@@ -281,12 +301,10 @@ def _bind_keys(state: PlaneState, call: Call, request: p.ResolveKeys) -> p.Reply
             partition.make_live(rows)
             state.changed(partition)
             state.calls.hold(call, Insertion(state, partition, indexes))
-    if request.hold or replaces:
+    if request.hold or request.writes:
         state.producers.announced(call, request.fields)
-        if len(new) < len(request.keys):
-            state.calls.hold(call, Permit(state, call, replaces))
-    batch = describe_keys(partition, request.id, request.keys)
-    return msgspec.structs.replace(batch, fresh=True) if len(new) == len(request.keys) else batch
+        state.calls.hold(call, Permit(state, call, request))  # for new ones, too: others may name their keys by now
+    return describe_keys(partition, request.id, request.keys)
 
 
 def describe_keys(partition: Partition, request_id: int, keys: Sequence[str]) -> p.Batch:
@@ -306,27 +324,30 @@ def describe_keys(partition: Partition, request_id: int, keys: Sequence[str]) ->
 
 def rewrite(state: PlaneState, call: Call, request: Rewrite) -> p.Reply | Wait | Steps:
     """Serve a request that may replace values; it waits while they are being saved."""
-    if _must_wait(state, request, None):
-        return _after_saving(state, call, request)
-    return _check_fields(state, call, request) if isinstance(request, p.CheckFields) else write(state, call, request)
-
-
-def _after_saving(state: PlaneState, call: Call, request: Rewrite) -> Steps:
-    def answer(wait: Wait, has_turn: bool) -> p.Reply | None:
-        if not _must_wait(state, request, wait):
-            return p.Done(request.id)
-        return _kept_waiting(request, state.calls.now - wait.since) if wait.late else None
-
-    reply = yield Wait(SAVING, state.calls.now + request.wait_s, answer, order=1.0)
-    if isinstance(reply, p.Failed):
-        return reply
+    if _must_wait(state, request):
+        return _after(state, call, request, _for_saving(state, call, request))
     if isinstance(request, p.CheckFields):
         return _check_fields(state, call, request)
     result = write(state, call, request)
-    return (yield result) if isinstance(result, Wait) else result
+    return _after(state, call, request, result) if isinstance(result, Wait) else result
 
 
-def _must_wait(state: PlaneState, request: Rewrite, own: Wait | None) -> bool:
+def _after(state: PlaneState, call: Call, request: Rewrite, wait: Wait) -> Steps:
+    """A save may begin while it waits for room, and the queue may be full again when that is over."""
+    reply = yield wait
+    return (yield from replied(rewrite(state, call, request))) if isinstance(reply, p.Done) else reply
+
+
+def _for_saving(state: PlaneState, call: Call, request: Rewrite) -> Wait:
+    def answer(wait: Wait, has_turn: bool) -> p.Reply | None:
+        if not _must_wait(state, request):
+            return p.Done(request.id)
+        return _kept_waiting(request, state.calls.now - wait.since) if wait.late else None
+
+    return Wait(SAVING, call.since + request.wait_s, answer, order=1.0)
+
+
+def _must_wait(state: PlaneState, request: Rewrite) -> bool:
     """Whether values that it replaces are being saved, or a freeze waits, which comes first."""
     about_to_be = not state.waits.would_be_first(SAVING, 0.0)
     if not (about_to_be or state.freezes):
@@ -368,7 +389,7 @@ def _check_fields(state: PlaneState, call: Call, request: p.CheckFields) -> p.Re
     rows = partition.rows_of(p.unpack_indexes(request.indexes))
     partition.schema.check(request.fields, request.partition, len(rows))
     state.producers.announced(call, request.fields)
-    state.calls.hold(call, Permit(state, call, len(replaced(state, request)) > 0))
+    state.calls.hold(call, Permit(state, call, request))
     return p.Done(request.id, partition.schema.dtypes_with(request.fields))
 
 
@@ -382,9 +403,10 @@ def publish(state: PlaneState, call: Call, request: p.Publish) -> p.Reply:
         if spec.units is not None:
             state.units.check(spec)
     indexes = p.unpack_indexes(request.indexes)
-    rows = partition.publish(indexes, request.fields, request.tags, state.calls.now)
+    if request.tags:
+        check_tags(request.tags.values())
+    rows = _published(state, call, request, partition, indexes)
     state.producers.published(call, request.fields)
-    state.changed(partition)
     first: Call | None = call
     if not call.is_registered or request.completes != call.number:
         first = state.calls.find(call.client, request.completes)
@@ -395,14 +417,40 @@ def publish(state: PlaneState, call: Call, request: p.Publish) -> p.Reply:
     return p.Published(request.id)
 
 
+def _published(state: PlaneState, call: Call, request: p.Publish, partition: Partition, indexes: p.Indexes) -> Rows:
+    """Make the fields visible, and new samples what they are besides. Returns the rows."""
+    role, now = request.role, state.calls.now
+    if role is None:
+        rows = partition.publish(indexes, request.fields, request.tags, now)
+        state.changed(partition)
+        if request.tags and partition.groups is not None:
+            group_work.retagged(state, partition, request.tags)
+    elif isinstance(role, p.Terms):
+        group_work.groups_of(state, partition)
+        rows = partition.publish(indexes, request.fields, request.tags, now, RowState.HEAD)
+        group_work.added(state, partition, rows, role)
+    else:
+        group_work.check_members(state, call, partition, role, len(indexes))
+        group_work.groups_of(state, partition).mark(role, indexes)
+        rows = partition.publish(indexes, request.fields, request.tags, now)
+        group_work.joined(state, call, partition, role, indexes)
+    return rows
+
+
 def _complete(state: PlaneState, call: Call, request: p.Publish, first: Call, partition: Partition) -> bool:
     """End what the first call holds. Returns whether the publish now holds something that keeps its answer."""
     keeps = False
+    indexes = p.unpack_indexes(request.indexes)
     for own in list(first.holdings):
         if isinstance(own, Reservation):
             own.complete(request.indexes)
-            if request.uncommitted and not own.keyed:
-                state.calls.hold(call, NewSamples(state, partition, p.unpack_indexes(request.indexes)))
+            if request.role is not None:
+                holding = group_work.holding_of(state, partition, request.role, indexes)
+                keeps = holding is not None
+                if holding is not None:
+                    state.calls.hold(call, holding)
+            elif request.uncommitted and not own.keyed:
+                state.calls.hold(call, NewSamples(state, partition, indexes))
                 keeps = True
         elif isinstance(own, Permit) and request.uncommitted:
             state.calls.hold(call, Committing(own))

@@ -61,8 +61,8 @@ class _Failed:
         """There is nothing to release."""
 
 
-class BatchStream:
-    """Yields (batch_index, data, metadata) for ``first``, ``first + stride``, …; ends with the partition.
+def batch_stream(fetch: Fetch, first: int, stride: int, prefetch: bool) -> Generator[Item, None, None]:
+    """Yield (batch_index, data, metadata) for ``first``, ``first + stride``, …; ends with the partition.
 
     Everything runs in the reader's thread. The next batch is chosen and pinned by the queue while the reader is busy
     with the current one. Its values are copied when the reader takes it. Batches are requested one by one, because
@@ -71,46 +71,32 @@ class BatchStream:
     Args:
         prefetch: Request a batch before the reader asks for it.
     """
+    indexes = iter(range(first, 1 << 62, stride))
+    ahead: tuple[int, Requested | None] | None = None
+    try:
+        while True:
+            batch_index, requested = ahead or request(fetch, next(indexes))
+            ahead = None
+            if requested is None or (batch := _received(requested)) is None:
+                return
+            try:
+                if prefetch:
+                    ahead = request(fetch, next(indexes))
+                item = batch_index, *batch.open()
+            finally:
+                batch.close()
+            yield item
+            del item, batch, requested  # otherwise the batch would stay alive while waiting for the next one
+    finally:
+        if ahead is not None and ahead[1] is not None:
+            ahead[1].close()
 
-    def __init__(self, fetch: Fetch, first: int, stride: int, prefetch: bool) -> None:
-        self._fetch = fetch
-        self._indexes = iter(range(first, 1 << 62, stride))
-        self._prefetch = prefetch
-        self._requested: tuple[int, Requested | None] | None = None
 
-    def __iter__(self) -> Generator[Item, None, None]:
-        try:
-            while (item := self._next()) is not None:
-                yield item
-                item = None  # otherwise the batch would stay alive while waiting for the next one
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Cancel what is requested. Idempotent."""
-        if self._requested is not None and self._requested[1] is not None:
-            self._requested[1].close()
-        self._requested = None
-
-    def _next(self) -> Item | None:
-        batch_index, requested = self._requested or self._request()
-        self._requested = None
-        batch = None if requested is None else _received(requested)
-        if batch is None:
-            return None
-        try:
-            if self._prefetch:
-                self._requested = self._request()
-            return batch_index, *batch.open()
-        finally:
-            batch.close()
-
-    def _request(self) -> tuple[int, Requested | None]:
-        batch_index = next(self._indexes)
-        try:
-            return batch_index, self._fetch(batch_index)
-        except Exception as error:  # any error must wait until the batch before this one is delivered
-            return batch_index, _Failed(error)
+def request(fetch: Fetch, batch_index: int) -> tuple[int, Requested | None]:
+    try:
+        return batch_index, fetch(batch_index)
+    except Exception as error:  # any error must wait until the batch before this one is delivered
+        return batch_index, _Failed(error)
 
 
 def _received(requested: Requested) -> Fetched | None:

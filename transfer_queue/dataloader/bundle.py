@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, TypeAlias
 
@@ -30,11 +30,13 @@ class Bundle:
     items: list[Any]
     first: int = 0
     """Micro-batches of this batch before these, which were taken earlier and not read again."""
+    has_groups: bool = False
+    """Whether the queue must hear when they were trained."""
 
     def pin_memory(self) -> Bundle:
         from torch.utils.data._utils.pin_memory import pin_memory
 
-        return Bundle(self.batch_index, [pin_memory(item) for item in self.items], self.first)
+        return replace(self, items=[pin_memory(item) for item in self.items])
 
     def packed(self) -> Packed:
         """Pickle this bundle for the loader's process. Raises whatever pickling an item raises.
@@ -43,21 +45,21 @@ class Bundle:
         """
         stream = io.BytesIO()
         _Packer(stream, pickle.HIGHEST_PROTOCOL).dump(self.items)
-        return Packed(self.batch_index, stream.getvalue(), self.first, os.getpid(), segments.retired())
+        own = self.batch_index, self.first, self.has_groups
+        return Packed(own, stream.getvalue(), os.getpid(), segments.retired())
 
 
 @dataclass(slots=True)
 class Packed:
-    """A pickled bundle. ``retired``: segments of this worker that are no longer lent."""
+    """A pickled bundle. ``own``: the rest of it. ``retired``: segments of this worker that are no longer lent."""
 
-    batch_index: int
+    own: tuple[int, int, bool]
     items: bytes
-    first: int
     worker: int
     retired: list[int]
 
     def __reduce__(self) -> Any:
-        return _unpacked, (self.batch_index, self.items, self.first, self.worker, self.retired)
+        return _unpacked, (self.own, self.items, self.worker, self.retired)
 
 
 class _Packer(ForkingPickler):
@@ -93,8 +95,9 @@ class _Unpacker(pickle.Unpickler):
         return from_bytes(np.frombuffer(bytearray(content), np.uint8), dtype_of(dtype), shape)
 
 
-def _unpacked(batch_index: int, packed: bytes, first: int, worker: int, retired: list[int]) -> Bundle:
+def _unpacked(own: tuple[int, int, bool], packed: bytes, worker: int, retired: list[int]) -> Bundle:
     # The pickle comes from this loader's own worker, like everything else torch unpickles from workers.
     items = _Unpacker(packed).load()
     segments.unmap(worker, retired)
-    return Bundle(batch_index, items, first)
+    batch_index, first, has_groups = own
+    return Bundle(batch_index, items, first, has_groups)

@@ -25,9 +25,6 @@ from transfer_queue.utils.logging_utils import get_logger
 
 logger = get_logger(__name__)
 
-_TAIL_S = 0.5
-"""The longest wait of one request of a finite stream: the queue decides at its end whether a short tail is the last."""
-
 _LOST_S = 1.0
 """Between two requests of a batch that can't be read: the controller may not know yet that a unit is lost."""
 
@@ -39,7 +36,7 @@ class StreamSpec:
     """What a stream asks for with every batch."""
 
     data_fields: list[str]
-    batch_size: int
+    batch_size: int | None
     task_name: str
     sampling_config: Mapping[str, Any]
     finite: bool = False
@@ -49,13 +46,13 @@ class StreamSpec:
     partly_taken: tuple[int, int] | None = None
     """(batch, rows of it that were already taken): only the remaining rows are requested."""
     pass_start: int | None = None
-    """The first batch of this pass: all readers of a pass get the same end of stream."""
+    """The first batch of this pass: those before it were trained. All readers of a pass get the same end of stream."""
 
 
 def default_fetch_batch_fn(
     tq_client: TransferQueueClient,
     data_fields: list[str],
-    batch_size: int,
+    batch_size: int | None,
     partition_id: str,
     task_name: str,
     sampling_config: Mapping[str, Any],
@@ -157,19 +154,19 @@ class BatchFetcher:
         """Start the request, which may wait in the controller for ``wait_s`` seconds."""
         spec = self.spec
         fetch = fetch_request(
-            spec.data_fields, spec.batch_size, self.partition, spec.task_name, spec.sampling_config, wait_s
+            spec.data_fields, spec.batch_size or 0, self.partition, spec.task_name, spec.sampling_config, wait_s
         )
         skip = spec.partly_taken[1] if spec.partly_taken is not None and batch_index == spec.partly_taken[0] else 0
-        pass_start = spec.pass_start if spec.finite else None
         return self.client.start_fetch_batch(
             msgspec.structs.replace(
                 fetch,
                 batch_index=batch_index,
                 after=self._last,
                 finite=spec.finite,
-                pass_start=pass_start,
+                pass_start=spec.pass_start if spec.finite else None,
                 skip=skip,
                 waited_s=waited_s,
+                trained=spec.pass_start,
             )
         )
 
@@ -207,7 +204,6 @@ class _Wait:
         """The longest wait of the next request: up to the next report, which says what it waits for."""
         now, spec = time.monotonic(), self._spec
         left = self._reported + spec.report_every_s - now
-        left = min(left, _TAIL_S) if spec.finite else left
         return max(0.0, left if spec.timeout_s is None else min(left, self._began + spec.timeout_s - now))
 
     def goes_on(self, answer: p.NotReady | None) -> bool:

@@ -177,7 +177,7 @@ _own: Segments | None = None
 def take_all_from_segments(num_workers: int) -> None:
     """In one of ``num_workers`` workers: allocate everything read from storage in segments. Idempotent."""
     global _own
-    if _own is None and hasattr(os, "memfd_create"):
+    if _own is None:
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         share = _MOST_SEGMENTS if descriptors == resource.RLIM_INFINITY else descriptors // (8 * num_workers)
         _own = Segments(most=min(_MOST_SEGMENTS, share))
@@ -242,5 +242,4 @@ def _mark_as_forked() -> None:
         receipt.mark = _DROPPED_BUT_FORKED
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_mark_as_forked, after_in_child=_mapped.clear)
+os.register_at_fork(before=_mark_as_forked, after_in_child=_mapped.clear)

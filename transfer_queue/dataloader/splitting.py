@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from transfer_queue.client.put import rows_at
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.metadata.meta_rows import even_sizes
 from transfer_queue.storage.pack import is_simple_jagged
 
 Pair = tuple[TensorDict, BatchMeta]
@@ -39,6 +41,37 @@ def chunk_batch_fn(td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int 
         raise InvalidRequestError(f"micro_batch_size {micro_batch_size} is larger than the batch of {rows} rows.")
     sizes = [min(micro_batch_size, rows - start) for start in range(0, rows, micro_batch_size)]
     return split(td, batch_meta, sizes)
+
+
+def chunk_groups(td: TensorDict, meta: BatchMeta, micro_batch_size: int | None) -> list[Pair]:
+    """Cut one rank's batch of whole groups into as many micro-batches as that of the rank with the most rows.
+
+    Otherwise a rank would wait for ever in its next collective, because groups may have different numbers of rows.
+    """
+    rows = meta.size
+    if micro_batch_size is None or not rows:
+        return [(td, meta)]
+    count = -(-max(rows, meta.most_rows) // micro_batch_size)
+    if count > rows:
+        raise InvalidRequestError(
+            f"this rank got {rows} rows of a round in which another one got {meta.most_rows}. They can't be cut into "
+            f"as many micro-batches of {micro_batch_size}, and ranks must make equally many steps. Raise "
+            f"micro_batch_size, or balance ranks by length (GroupSampler(balance=...))."
+        )
+    if count == -(-rows // micro_batch_size):
+        return chunk_batch_fn(td, meta, min(micro_batch_size, rows))
+    return split(td, meta, even_sizes(rows, count))
+
+
+def with_heads(pairs: Iterable[Pair], whole: BatchMeta, heads: TensorDict) -> list[tuple[TensorDict, BatchMeta, Any]]:
+    """Give each micro-batch the rows of its own groups. ``heads``: those of the whole batch."""
+    numbers = {head: number for number, head in enumerate(dict.fromkeys(whole.heads or ()))}
+    triples = []
+    for td, meta in pairs:
+        own = [numbers[head] for head in dict.fromkeys(meta.heads or ())]
+        is_range = own == list(range(own[0], own[0] + len(own)))  # then no value is copied
+        triples.append((td, meta, rows_at(heads, [slice(own[0], own[0] + len(own)) if is_range else own])[0]))
+    return triples
 
 
 def token_budget_batch_fn(

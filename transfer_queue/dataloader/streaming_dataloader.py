@@ -8,6 +8,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class _PerItem:
         self.function = function
 
     def __call__(self, bundle: Bundle) -> Bundle | Packed:
-        collated = Bundle(bundle.batch_index, [self.function(item) for item in bundle.items], bundle.first)
+        collated = replace(bundle, items=[self.function(item) for item in bundle.items])
         return collated if get_worker_info() is None else collated.packed()
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch.utils.data import IterableDataset, get_worker_info
 
 from transfer_queue.client import TransferQueueClient
-from transfer_queue.dataloader.batch_stream import BatchStream
+from transfer_queue.dataloader.batch_stream import batch_stream
 from transfer_queue.dataloader.bundle import Bundle
 from transfer_queue.dataloader.cursor import Cursor, Start
 from transfer_queue.dataloader.fetching import (
@@ -25,7 +25,7 @@ from transfer_queue.dataloader.fetching import (
     default_fetch_batch_fn,
 )
 from transfer_queue.dataloader.segments import take_all_from_segments
-from transfer_queue.dataloader.splitting import chunk_batch_fn
+from transfer_queue.dataloader.splitting import chunk_batch_fn, chunk_groups, with_heads
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.interface import connect, get_client, init, seen_from_here
 
@@ -68,8 +68,8 @@ class StreamingDataset(IterableDataset[Any]):
     def __init__(
         self,
         config: DictConfig | Mapping[str, Any] | None,
-        batch_size: int,
-        micro_batch_size: int,
+        batch_size: int | None,
+        micro_batch_size: int | None,
         data_fields: list[str],
         partition_id: str,
         task_name: str,
@@ -86,11 +86,12 @@ class StreamingDataset(IterableDataset[Any]):
         report_every_s: float = 30.0,
         should_stop: Callable[[], bool] | None = None,
         where: str | None = None,
+        head_fields: list[str] | None = None,
     ) -> None:
         """Args:
             config: What ``init`` returned; None: the queue of this process, or of TQ_ADDRESS.
-            batch_size: Samples per data-parallel rank and batch.
-            micro_batch_size: Rows of one micro-batch.
+            batch_size: Samples per data-parallel rank and batch. None: as the task's GroupSampler draws.
+            micro_batch_size: Rows of one micro-batch. None: a whole batch of groups.
             dp_rank: Data-parallel rank; ranks of one group get the same batches.
             should_check_consumption_status: Also end when every sample of the partition is consumed.
             fetch_batch_fn: Replaces the fetch; see ``default_fetch_batch_fn``.
@@ -104,6 +105,8 @@ class StreamingDataset(IterableDataset[Any]):
             should_stop: Called several times per second while waiting, without a request; True ends the stream.
             where: Read only samples whose tags match, such as ``"policy_version >= 7"``; see ``get_meta``. Part of
                 ``sampling_config``, as ``fetch_batch_fn`` gets it.
+            head_fields: Fields of the groups' heads. They are read once per batch, and micro-batches are triples
+                (data, meta, heads): a row of heads per group, by ``meta.group_index``.
         Raises:
             ValueError: an invalid size, rank or list of fields.
         """
@@ -125,6 +128,7 @@ class StreamingDataset(IterableDataset[Any]):
         self.timeout_s = timeout_s
         self.report_every_s = report_every_s
         self.should_stop = should_stop
+        self.head_fields = head_fields
         if fetch_batch_fn is not None:
             as_fetch(fetch_batch_fn)  # raises now rather than at the first batch
         self.sampling_config: dict[str, Any] = {
@@ -226,6 +230,12 @@ class StreamingDataset(IterableDataset[Any]):
             if origin.moves == self._moves:
                 self.position = Start(start.partition_id, bundle.batch_index + done, 0 if done else number)
             yield item
+        if bundle.has_groups:
+            self.trained(start.partition_id, bundle.batch_index)
+
+    def trained(self, partition_id: str, batch_index: int) -> None:
+        """The reader asks for more than this batch of groups, so it has trained it: its slots are free."""
+        self._own_client().note_trained(partition_id, self.task_name, batch_index + 1, self.dp_rank)
 
     def bundles(self, start: Start, is_over: Callable[[], bool] | None = None) -> Generator[Bundle, None, None]:
         """Yield this worker's share of the batches from ``start`` on, until the stream or the iteration ends."""
@@ -235,16 +245,19 @@ class StreamingDataset(IterableDataset[Any]):
         should_stop = self.should_stop if worker is None else is_over
         pause = partial(_pause, should_stop or (lambda: False))
         fetch = BatchFetcher(client, spec, start.partition_id, pause, should_stop is not None)
-        stream = BatchStream(fetch, start.batch_index + first, stride, self.prefetch)
-        with closing(iter(stream)) as batches:
+        with closing(batch_stream(fetch, start.batch_index + first, stride, self.prefetch)) as batches:
             for batch_index, data, meta in batches:
                 rest = (
                     spec.partly_taken is not None
                     and batch_index == spec.partly_taken[0]
-                    and meta.size < self.batch_size
+                    and meta.size < (self.batch_size or 0)
                 )
-                yield Bundle(batch_index, list(self._process(data, meta)), start.micro_batch if rest else 0)
-                del data, meta  # otherwise they would stay alive while waiting for the next batch
+                items = list(self._process(data, meta))
+                if self.head_fields is not None:
+                    items = with_heads(items, meta, client.get_heads(meta, self.head_fields))
+                has_groups = getattr(meta, "heads", None) is not None  # a user's function may give something else
+                yield Bundle(batch_index, items, start.micro_batch if rest else 0, has_groups)
+                del data, meta, items  # otherwise they would stay alive while waiting for the next batch
 
     def _spec(self, start: Start, num_readers: int) -> StreamSpec:
         config = self.sampling_config
@@ -258,13 +271,18 @@ class StreamingDataset(IterableDataset[Any]):
 
     def _partly_taken(self, start: Start) -> tuple[int, int] | None:
         """(batch, rows of it that were already taken) if it was cut into equal micro-batches; else None."""
-        if not start.micro_batch or self.fetch_batch_fn is not None or self.process_batch_fn is not None:
+        if self.batch_size is None or self.micro_batch_size is None or not start.micro_batch:
+            return None  # of a batch of groups, all rows stay until it is acknowledged
+        if self.fetch_batch_fn is not None or self.process_batch_fn is not None:
             return None
         return start.batch_index, start.micro_batch * self.micro_batch_size
 
     def _process(self, data: Any, meta: Any) -> Iterable[Any]:
         if self.process_batch_fn is not None:
             return self.process_batch_fn(data, meta, micro_batch_size=self.micro_batch_size)
+        if self.batch_size is None:
+            return chunk_groups(data, meta, self.micro_batch_size)
+        assert self.micro_batch_size is not None, "checked"
         return chunk_batch_fn(data, meta, min(self.micro_batch_size, meta.size))  # a tail may be short
 
     # ---- the client ----
@@ -323,11 +341,15 @@ def _close_in_process(client: TransferQueueClient, pid: int) -> None:
         client.close()
 
 
-def _check_sizes(batch_size: int, micro_batch_size: int) -> None:
-    if batch_size < 1:
+def _check_sizes(batch_size: int | None, micro_batch_size: int | None) -> None:
+    if batch_size is not None and batch_size < 1:
         raise InvalidRequestError(f"batch_size must be at least 1, got {batch_size}.")
-    if micro_batch_size < 1:
+    if micro_batch_size is not None and micro_batch_size < 1:
         raise InvalidRequestError(f"micro_batch_size must be at least 1, got {micro_batch_size}.")
+    if batch_size is None:
+        return
+    if micro_batch_size is None:
+        raise InvalidRequestError("micro_batch_size can only be left to a GroupSampler, together with batch_size.")
     if micro_batch_size > batch_size:
         raise InvalidRequestError(f"micro_batch_size {micro_batch_size} is larger than batch_size {batch_size}.")
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -27,7 +28,7 @@ from transfer_queue.transport.server import SocketServer
 from transfer_queue.utils.enum_utils import Role
 from transfer_queue.utils.logging_utils import get_logger
 from transfer_queue.utils.machine import pid_namespace
-from transfer_queue.utils.zmq_utils import ZMQServerInfo, local_server
+from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
 _log = get_logger(__name__)
 _CONTROLLER = Role.CONTROLLER.value
@@ -106,14 +107,8 @@ class LocalQueue:
         first = None if sampler is None else self._spawn()
         others = {name: self._spawn() for name in apart}
         pid = self._owner if first is None else first.pid
-        infos = {
-            name: local_server(
-                Role.STORAGE.value, name, "put_get_socket", address, others[name].pid if name in others else pid
-            )
-            for name, address in units.items()
-        }
-        controller = local_server(Role.CONTROLLER.value, _CONTROLLER, "request_handle_socket", self.address, pid)
-        conf = with_servers(conf, self.address, controller, infos)
+        pids = {**dict.fromkeys([_CONTROLLER, *units], pid), **{name: each.pid for name, each in others.items()}}
+        conf = with_servers(conf, self.address, units, pids)
         if config.listen is not None:
             if not together:
                 raise ConfigError("listen needs controller and storage in one process (server_processes: one).")
@@ -132,24 +127,14 @@ class LocalQueue:
         return conf
 
     def _orders(self, conf: DictConfig, sampler: Any, capacity_bytes: int | None) -> Orders:
-        plain = to_plain(conf)
+        orders = orders_for(conf, self.address, self._directory, capacity_bytes)
         module = sampler["class"].partition(":")[0] if isinstance(sampler, dict) else ""
         if module and not module.startswith("transfer_queue."):
-            plain["controller"]["sampler_modules"].append(module)  # the owner itself named this module
-        return Orders(
-            conf=plain,
-            address=self.address,
-            directory=self._directory,
-            key_file=None if conf.listen is None else conf.key_file,
-            sampler=sampler,
-            sys_path=sys.path,
-            backend_path=path_of(conf.backend.storage_backend),
-            parent=self._owner,
-            pid_namespace=pid_namespace(),
-            capacity_bytes=capacity_bytes,
-            inline_nbytes=self._inline_nbytes,
-            preallocate=preallocated_samples(),
-        )
+            orders.conf["controller"]["sampler_modules"].append(module)  # the owner itself named this module
+        return replace(
+            orders, listen=None, key_file=None if conf.listen is None else conf.key_file, sampler=sampler,
+            parent=self._owner, pid_namespace=pid_namespace(), inline_nbytes=self._inline_nbytes,
+        )  # fmt: skip
 
     def _spawn(self) -> subprocess.Popen[str]:
         self._processes.append(spawn_server(self._directory))
@@ -342,14 +327,40 @@ def portable(sampler: Any) -> str | dict[str, Any] | None:
 
 
 def with_servers(
-    conf: DictConfig, address: str, controller: ZMQServerInfo, units: dict[str, ZMQServerInfo]
+    conf: DictConfig, address: str, units: Mapping[str, str], pids: Mapping[str, int], key_file: str | None = None
 ) -> DictConfig:
-    """The configuration of a running queue: with its address and its servers."""
-    conf = conf.copy()
+    """The configuration of a running queue: with its address and its servers.
+
+    Args:
+        address: Of the controller.
+        units: Addresses by name.
+        pids: Process ids by name, where they are known.
+        key_file: Of the servers' keys, as far as a client needs one.
+    """
+
+    def info(role: Role, name: str, port: str, at: str) -> ZMQServerInfo:
+        return ZMQServerInfo(role.value, name, ports={port: at}, pid=pids.get(name), key_file=key_file)
+
+    conf, infos = conf.copy(), {name: info(Role.STORAGE, name, "put_get_socket", at) for name, at in units.items()}
     conf.address = address
-    conf.controller.zmq_info = controller
-    conf.backend.SimpleStorage.zmq_info = units
+    conf.controller.zmq_info = info(Role.CONTROLLER, _CONTROLLER, "request_handle_socket", address)
+    conf.backend.SimpleStorage.zmq_info = infos
     backend = conf.backend.storage_backend
     if not is_of_units(backend):
-        OmegaConf.update(conf.backend, backend, {"zmq_info": units}, merge=True, force_add=True)
+        OmegaConf.update(conf.backend, backend, {"zmq_info": infos}, merge=True, force_add=True)
     return conf
+
+
+def orders_for(conf: DictConfig, address: str, directory: str, capacity_bytes: int | None) -> Orders:
+    """What servers of a queue with this configuration have in common. ``address``: of its socket, in ``directory``."""
+    return Orders(
+        conf=to_plain(conf),
+        address=address,
+        directory=directory,
+        listen=conf.listen,
+        key_file=conf.key_file,
+        sys_path=sys.path,
+        backend_path=path_of(conf.backend.storage_backend),
+        capacity_bytes=capacity_bytes,
+        preallocate=preallocated_samples(),
+    )

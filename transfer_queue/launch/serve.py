@@ -6,23 +6,20 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transfer_queue.config import merge, preallocated_samples, to_plain, typed
+from transfer_queue.config import merge, typed
 from transfer_queue.errors import ConfigError, LaunchError
-from transfer_queue.launch.local import keys_for, portable, short_directory, with_servers
+from transfer_queue.launch.local import keys_for, orders_for, portable, short_directory, with_servers
 from transfer_queue.server.main import main
 from transfer_queue.server.orders import Orders
-from transfer_queue.storage.backends import is_of_units, path_of
+from transfer_queue.storage.backends import is_of_units
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.session import Session
-from transfer_queue.utils.enum_utils import Role
-from transfer_queue.utils.zmq_utils import ZMQServerInfo, local_server
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -95,13 +92,11 @@ def _first(conf: DictConfig, directory: str) -> Orders:
     if sampler is None:
         raise ConfigError("controller.sampler must be a name, 'module:Class' or a class of a module, to be served.")
     address = f"ipc://{directory}/controller"
-    controller = local_server(Role.CONTROLLER.value, "controller", "request_handle_socket", address, os.getpid())
-    unit = local_server(Role.STORAGE.value, "unit0", "put_get_socket", address, os.getpid())
-    conf = with_servers(conf, address, controller, {"unit0": unit})
+    conf = with_servers(conf, address, {"unit0": address}, dict.fromkeys(("controller", "unit0"), os.getpid()))
     if config.listen is not None:
         conf.key_file = keys_for(config, directory)
     memory = config.backend.SimpleStorage.memory_bytes()
-    orders = _orders(conf, directory, address, memory)
+    orders = orders_for(conf, address, directory, memory)
     return replace(orders, controller=True, unit="unit0", sampler=sampler)
 
 
@@ -118,13 +113,11 @@ def member_orders(conf: DictConfig, join: str, directory: str) -> Orders:
     running = merge(_config_of(join, key_file))
     _check_of_units(running.backend.storage_backend)
     running.backend.SimpleStorage.ssd_offload = conf.backend.SimpleStorage.ssd_offload
-    info = ZMQServerInfo(Role.CONTROLLER.value, "controller", ports={"request_handle_socket": join}, key_file=key_file)
     name = f"{socket.gethostname()}-{os.getpid()}"
-    unit = ZMQServerInfo(Role.STORAGE.value, "unit0", ports={"put_get_socket": join}, key_file=key_file)
-    running = with_servers(running, join, info, {"unit0": unit})
+    running = with_servers(running, join, {"unit0": join}, {}, key_file)
     running.listen, running.key_file = config.listen, key_file
     memory = config.backend.SimpleStorage.memory_bytes()
-    orders = _orders(running, directory, f"ipc://{directory}/unit", memory)
+    orders = orders_for(running, f"ipc://{directory}/unit", directory, memory)
     return replace(orders, unit=name, join=join)
 
 
@@ -143,17 +136,3 @@ def _config_of(address: str, key_file: str | None) -> dict[str, Any]:
         return run_blocking(session.plain_config())
     finally:
         session.close()
-
-
-def _orders(conf: DictConfig, directory: str, address: str, memory: int | None) -> Orders:
-    return Orders(
-        conf=to_plain(conf),
-        address=address,
-        directory=directory,
-        listen=conf.listen,
-        key_file=conf.key_file,
-        sys_path=sys.path,
-        backend_path=path_of(conf.backend.storage_backend),
-        capacity_bytes=memory,
-        preallocate=preallocated_samples(),
-    )

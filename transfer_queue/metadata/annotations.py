@@ -28,8 +28,8 @@ class Annotations:
     global_indexes: list[int]
     custom_meta: list[Tags]
     extra_info: dict[str, Any]
-    _padding: list[bool] | None  # None: no row is padding
-    _tags_as_made: list[Tags] | None  # None: no row came with tags
+    _padding: list[bool]
+    _tags_as_made: list[Tags]
 
     # --- tags ---
 
@@ -60,8 +60,7 @@ class Annotations:
         changed: dict[int, Tags] = {}
         if not any(self.custom_meta):
             return changed
-        fillers = self._padding or [False] * len(self.custom_meta)
-        rows = zip(self.global_indexes, self.custom_meta, self._made_tags(), fillers, strict=True)
+        rows = zip(self.global_indexes, self.custom_meta, self._tags_as_made, self._padding, strict=True)
         for index, now, before, filler in rows:
             update = {} if filler else changed_tags(now, before)
             if update:
@@ -70,12 +69,8 @@ class Annotations:
 
     def mark_custom_meta_clean(self) -> None:
         """Treat the current tags as those that the queue has."""
-        self._tags_as_made = None
-        if any(self.custom_meta):
-            self._tags_as_made = [copy_tags(tags) if tags else NO_TAGS for tags in self.custom_meta]
-
-    def _made_tags(self) -> list[Tags]:
-        return [NO_TAGS] * len(self.custom_meta) if self._tags_as_made is None else self._tags_as_made
+        has_some = any(self.custom_meta)
+        self._tags_as_made = list(map(copy_tags, self.custom_meta)) if has_some else [NO_TAGS] * len(self.custom_meta)
 
     # --- extra_info ---
 

@@ -63,6 +63,9 @@ class BatchMeta(Annotations):
         "_custom_backend_meta",
         "_token",
         "field_schema",
+        "group_versions",
+        "heads",
+        "most_rows",
         "partition_ids",
         "production_status",
         "unread",
@@ -74,6 +77,9 @@ class BatchMeta(Annotations):
     field_schema: Schema
     _token: str | None
     _batch_index: int | None
+    heads: list[int] | None  # by row, its group's own row; -1: no group; None: no row has a group
+    group_versions: dict[int, int]  # by head, the policy version of its first lease
+    most_rows: int  # the most rows that a rank got of the round of whole groups that this is one of; 0: unknown
     unread: tuple[UnreadBatch, ...]  # the batches of these rows that the queue keeps until they are read
 
     def __init__(
@@ -113,11 +119,12 @@ class BatchMeta(Annotations):
         self._custom_backend_meta = (
             [{} for _ in range(size)] if _custom_backend_meta is None else list(map(dict, _custom_backend_meta))
         )
-        self._padding = list(map(bool, padding_mask)) if padding_mask is not None and any(padding_mask) else None
+        self._padding = [False] * size if padding_mask is None else list(map(bool, padding_mask))
         self.field_schema = normalized(field_schema or {}, size)
         self.extra_info = dict(extra_info or {})
         self._token = token
         self._batch_index = batch_index
+        self.heads, self.group_versions, self.most_rows = None, {}, 0
         self.unread = ()
         self.mark_custom_meta_clean()
 
@@ -151,7 +158,20 @@ class BatchMeta(Annotations):
     @property
     def padding_mask(self) -> list[bool]:
         """True for rows that only repeat a sample to fill the batch: mask them in a loss."""
-        return [False] * len(self.custom_meta) if self._padding is None else list(self._padding)
+        return list(self._padding)
+
+    @property
+    def group_index(self) -> list[int]:
+        """By row, the number of its group in this batch, counted in order of first appearance. For ``get_heads``.
+
+        Raises:
+            InvalidRequestError: a row belongs to no group.
+        """
+        heads = self.heads or [-1] * self.size
+        if -1 in heads:
+            raise InvalidRequestError("some samples of this batch belong to no group: they were put without a lease.")
+        numbers = {head: number for number, head in enumerate(dict.fromkeys(heads))}
+        return [numbers[head] for head in heads]
 
     @property
     def token(self) -> str | None:
@@ -268,15 +288,15 @@ class BatchMeta(Annotations):
         part.production_status = np.array(np.asarray(self.production_status)[positions], dtype=np.int8)
         part.custom_meta = list(map(copy_tags, pick(self.custom_meta, positions)))
         part._custom_backend_meta = list(map(dict, pick(self._custom_backend_meta, positions)))
-        part._padding = None if self._padding is None else pick(self._padding, positions)
-        part._tags_as_made = None if self._tags_as_made is None else pick(self._tags_as_made, positions)
+        part._padding = pick(self._padding, positions)
+        part._tags_as_made = pick(self._tags_as_made, positions)
         part.field_schema = take_rows(self.field_schema, positions)
         part.extra_info = dict(self.extra_info)
         part._token = self._token
         part._batch_index = self._batch_index
+        part.heads = None if self.heads is None else pick(self.heads, positions)
+        part.group_versions, part.most_rows = self.group_versions, 0
         part.unread = self.unread
-        if part._padding is not None and not any(part._padding):
-            part._padding = None
         return part
 
     @classmethod
@@ -287,12 +307,12 @@ class BatchMeta(Annotations):
         whole.production_status = np.concatenate([np.asarray(part.production_status, dtype=np.int8) for part in parts])
         whole.custom_meta = [copy_tags(tags) for part in parts for tags in part.custom_meta]
         whole._custom_backend_meta = [dict(row) for part in parts for row in part._custom_backend_meta]
-        whole._padding = None
-        if any(part._padding is not None for part in parts):
-            whole._padding = [filler for part in parts for filler in part.padding_mask]
-        whole._tags_as_made = None
-        if any(part._tags_as_made is not None for part in parts):
-            whole._tags_as_made = [tags for part in parts for tags in part._made_tags()]
+        whole._padding = [filler for part in parts for filler in part._padding]
+        whole._tags_as_made = [tags for part in parts for tags in part._tags_as_made]
+        whole.heads, whole.group_versions, whole.most_rows = None, {}, 0
+        if any(part.heads is not None for part in parts):
+            whole.heads = [head for part in parts for head in part.heads or [-1] * part.size]
+            whole.group_versions = {head: version for part in parts for head, version in part.group_versions.items()}
         whole.field_schema = join_rows(
             [part.field_schema for part in parts], [p.size for p in parts], validate=validate
         )
@@ -373,14 +393,14 @@ class BatchMeta(Annotations):
         mine.production_status &= theirs.production_status
         mine.custom_meta = _merged_rows(mine.custom_meta, theirs.custom_meta)
         mine._custom_backend_meta = _merged_rows(mine._custom_backend_meta, theirs._custom_backend_meta)
-        if theirs._padding is not None:
-            mine._padding = list(map(operator.or_, mine.padding_mask, theirs._padding))
-        if theirs._tags_as_made is not None:
-            mine._tags_as_made = _merged_rows(mine._made_tags(), theirs._tags_as_made)
+        mine._padding = list(map(operator.or_, mine._padding, theirs._padding))
+        mine._tags_as_made = _merged_rows(mine._tags_as_made, theirs._tags_as_made)
         mine.field_schema.update(theirs.field_schema)
         mine.extra_info.update(theirs.extra_info)
         mine._token = _only({mine._token, theirs._token} - {None})
         mine._batch_index = _only({mine._batch_index, theirs._batch_index} - {None})
+        if mine.heads is None:
+            mine.heads, mine.group_versions = theirs.heads, theirs.group_versions
         mine.unread = tuple({*mine.unread, *theirs.unread})
         return mine
 
@@ -390,16 +410,18 @@ class BatchMeta(Annotations):
         return {name: getattr(self, name) for name in _ATTRIBUTES}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self._adopt(BatchMeta())  # state of an older version may lack attributes
+        count = len(state["global_indexes"])
+        self._adopt(BatchMeta([0] * count, [""] * count))  # state of an older version may lack attributes
         for name, value in state.items():
-            setattr(self, name, value)
+            if value is not None:
+                setattr(self, name, value)
         # An array unpickled from a shared buffer (Ray) is read-only.
         self.production_status = np.array(self.production_status, dtype=np.int8)
 
 
 _ATTRIBUTES = (*Annotations.__slots__, *BatchMeta.__slots__)
 # Not the snapshot of the tags and the unread batches: they say how the batch came about, not what it is.
-_COMPARED = tuple(name for name in _ATTRIBUTES if name not in ("_tags_as_made", "unread"))
+_COMPARED = tuple(name for name in _ATTRIBUTES if name not in ("_tags_as_made", "most_rows", "unread"))
 
 
 def _status(status: Any, size: int) -> NDArray[np.int8]:

@@ -16,17 +16,15 @@ import numpy.typing as npt
 from transfer_queue.errors import InvalidRequestError, ProtocolError, UnsupportedValueError
 from transfer_queue.protocol.arrays import pack_arrays, unpack_arrays
 from transfer_queue.protocol.replies import AnyReply
+from transfer_queue.protocol.request_parts import MOST_ROWS, Call, UnitRuns
 from transfer_queue.protocol.requests import (
-    MOST_ROWS,
     AnyRequest,
-    Call,
     Fetch,
     Hello,
     Publish,
     Put,
     RegisterTask,
     SetTags,
-    UnitRuns,
 )
 
 PROTOCOL_VERSION = 3

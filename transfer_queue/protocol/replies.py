@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from transfer_queue.protocol.requests import FieldSpec, Tags
+from transfer_queue.protocol.request_parts import FieldSpec, Tags
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -49,8 +49,10 @@ class Published(Reply, frozen=True):
 class Batch(Reply, frozen=True):
     """Samples and what is known of them. ``padding`` marks rows that repeat others to fill a round (uint8).
 
+    ``heads``: by row the index of its group's head, -1 for a sample without a group; None: the partition has no groups.
+    ``versions``: by head, the policy version of its first lease. ``most_rows``: of a rank's batch in a round of groups.
     ``more``: this is a page of a Describe, and not the last one. ``partial``, of samples that were named by their keys:
-    fields that some of them have and others lack; ``fresh``: all of them were made for this call.
+    fields that some of them have and others lack.
     """
 
     partition: str
@@ -64,12 +66,37 @@ class Batch(Reply, frozen=True):
     keys: list[str] = []
     more: bool = False
     partial: list[str] = []
-    fresh: bool = False
+    heads: bytes | None = None
+    versions: dict[int, int] = {}
+    most_rows: int = 0
 
     @property
     def lies_in_front(self) -> bool:
         """Whether all values lie in unit 0, which shares the controller's process."""
         return all(spec.units is None for spec in self.fields.values())
+
+
+class GrantedLease(msgspec.Struct, frozen=True, array_like=True):
+    """A lease of a group, or of some of its parts. ``members``: by part, the packed indexes of rows that are there.
+
+    ``attempt`` counts from 1.
+    """
+
+    token: int
+    partition: str
+    head: int
+    key: str
+    attempt: int
+    version: int | None
+    parts: list[int]
+    members: dict[int, bytes] = {}
+
+
+class LeasedGroups(Reply, frozen=True):
+    """One lease at least. ``heads``: by partition, the groups' own rows, in the order of their leases."""
+
+    leases: list[GrantedLease]
+    heads: list[Batch] = []
 
 
 class NotReady(Reply, frozen=True):
@@ -189,5 +216,5 @@ class Frozen(Reply, frozen=True):
 
 AnyReply = (
     Done | Failed | Welcome | Reserved | Published | Batch | NotReady | Ended | Status | Cleared | Names | KeyList
-    | ChangedKeys | Units | Frozen
+    | ChangedKeys | Units | Frozen | LeasedGroups
 )  # fmt: skip

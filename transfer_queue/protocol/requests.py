@@ -10,56 +10,32 @@ from typing import Annotated, Any
 
 import msgspec
 
-Tags = dict[str, Any]
-# Bounds keep what a server does with a number small. What is below 0 or 1 is refused where it is used, which says more.
-Call = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-"""Number of a call within its client's session: ascending, never reused."""
-Count = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
-Size = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-Position = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
-NumRanks = Annotated[int, msgspec.Meta(ge=-(2**16), le=2**16)]
-MOST_ROWS = 2048
-"""Keys, tags or samples that one request names one by one, so that it holds up others for no longer than 20 ms."""
-Keys = Annotated[list[str], msgspec.Meta(max_length=MOST_ROWS)]
-TagsOf = Annotated[dict[int, Tags], msgspec.Meta(max_length=MOST_ROWS)]
-FewIndexes = Annotated[bytes, msgspec.Meta(max_length=8 * MOST_ROWS)]
-LONGEST_WAIT_S = 1e9
-"""What infinitely long means on the wire."""
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_WAIT_S)]
-UnitNumber = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-UnitRuns = list[tuple[UnitNumber, Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]]]
-"""Where the values of consecutive rows lie: (number of the storage unit, number of rows)."""
-
-
-class FieldSpec(msgspec.Struct, frozen=True, array_like=True):
-    """What the controller knows of one field of some rows. ``row_shapes`` is [rows, ndim], only where rows differ.
-
-    ``dtypes``: all that the field has in its partition, if there are several. ``row_dtypes`` is one uint8 per row, a
-    position in them, only where these rows differ; ``dtype`` is the first row's then.
-    ``units`` None: all values lie in unit 0, which shares the controller's process.
-    """
-
-    dtype: str | None
-    shape: tuple[int, ...] | None
-    is_nested: bool = False
-    is_non_tensor: bool = False
-    row_shapes: bytes | None = None
-    dtypes: list[str | None] = []
-    row_dtypes: bytes | None = None
-    units: UnitRuns | None = None
-
-
-class DeclaredField(msgspec.Struct, frozen=True, array_like=True):
-    """What every write of a field must bring. ``dtype`` None: plain objects; ``shape`` of a row, None: any (size)."""
-
-    dtype: str | None
-    shape: tuple[Size | None, ...] | None = None
-
-
-class Request(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Fields are positional on the wire: append with a default, never reorder. No kw_only: it would move ``id``."""
-
-    id: Call
+from transfer_queue.protocol.group_requests import (
+    Advance,
+    EndLease,
+    LeaseGroups,
+    Members,
+    RejectGroups,
+    RenewLeases,
+    RetryGroups,
+    Role,
+    Terms,
+    Trained,
+)
+from transfer_queue.protocol.request_parts import (
+    Call,
+    Count,
+    DeclaredField,
+    FewIndexes,
+    FieldSpec,
+    Keys,
+    NumRanks,
+    Position,
+    Request,
+    Seconds,
+    Size,
+    TagsOf,
+)
 
 
 class Hello(Request, frozen=True):
@@ -107,6 +83,7 @@ class Reserve(Request, frozen=True):
     count: Count
     fields: dict[str, FieldSpec] = {}
     wait_s: Seconds = 60.0
+    role: Members | None = None
 
 
 class CheckFields(Request, frozen=True):
@@ -129,7 +106,7 @@ class Publish(Request, frozen=True):
     (Reserve, CheckFields, ResolveKeys) of the same session that this completes; it may be this call itself. It can't be
     reverted from then on, and reserved samples that aren't published here are released.
     ``uncommitted``: values for samples that exist are committed later; their permit lasts until the client has this
-    answer.
+    answer. ``role``: the samples are new members of a group, or the heads of new groups.
     """
 
     partition: str
@@ -139,6 +116,7 @@ class Publish(Request, frozen=True):
     describe: bool = False
     completes: Call = 0
     uncommitted: bool = False
+    role: Role | None = None
 
 
 class Insert(Request, frozen=True):
@@ -158,6 +136,7 @@ class Fetch(Request, frozen=True):
     rows at the start of a batch given before that the caller doesn't need again; they may be cleared. ``pass_start``:
     the batch that the caller's pass over a finite stream began with; all readers that began before an end get it.
     ``after``: token of the batch that the caller was given last; once that partition is cleared, the stream has ended.
+    ``trained``: the reader has trained its batches below this one; None: all that it was given before.
     ``with_values``: the values travel with the answer, where the server that draws the batch holds them, too;
     ``mapped``: large ones as offsets in memory that the client has mapped. ``where``: a filter; a batch that is drawn
     for this fetch has only samples whose tags match. ``waited_s``: how long the caller has waited before this request.
@@ -182,6 +161,7 @@ class Fetch(Request, frozen=True):
     mapped: bool = False
     where: str | None = None
     waited_s: Seconds = 0.0
+    trained: Position | None = None
 
 
 class Cancel(Request, frozen=True):
@@ -283,7 +263,8 @@ class ResolveKeys(Request, frozen=True):
     """Samples of user keys; with ``create``, unknown keys get new samples, in the order given.
 
     ``hold``: new ones stay invisible until published, and can be cancelled. ``writes``: fields whose values will be
-    written, maybe over others; then the request asks for a permit, as CheckFields does.
+    written, maybe over others; then the request asks for a permit, as CheckFields does. ``role``: the samples become
+    heads of new groups, so their keys must be new.
     """
 
     partition: str
@@ -293,6 +274,7 @@ class ResolveKeys(Request, frozen=True):
     fields: dict[str, FieldSpec] = {}
     wait_s: Seconds = 60.0
     writes: list[str] = []
+    role: Terms | None = None
 
 
 class Put(Request, frozen=True):
@@ -494,11 +476,12 @@ AnyRequest = (
     Hello | Goodbye | CreatePartition | SealPartition | RegisterTask | Reserve | CheckFields | Publish | Insert | Fetch
     | Cancel | Ack | Describe | ConsumptionStatus | FieldStatus | ResetConsumption | SetTags | ClearSamples
     | ClearConsumed | ClearPartition | ListPartitions | ResolveKeys | Put | KeysOf | ListKeys | WatchKeys | WaitKeys
-    | ForgetTask | ExpectProducers | GetStats | EvictClient | JoinUnit | ListLost | ListUnits | WatchRun | LeaveRun
+    | ForgetTask | ExpectProducers | LeaseGroups | EndLease | RenewLeases | Advance | Trained | RetryGroups
+    | RejectGroups | GetStats | EvictClient | JoinUnit | ListLost | ListUnits | WatchRun | LeaveRun
     | Freeze | ReadFrozen | Thaw | Stage | RestorePart | Restore
 )  # fmt: skip
 KEPT = (
     Fetch, Reserve, CheckFields, ResolveKeys, Publish, Put, Insert, ClearSamples, ClearConsumed, ClearPartition, Freeze,
-    Thaw, Stage, RestorePart, Restore,
+    Thaw, Stage, RestorePart, Restore, LeaseGroups, EndLease, RetryGroups, RejectGroups,
 )  # fmt: skip
 """Requests whose answers a server may keep until the client says that it has them."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from transfer_queue.sampler.base import BaseSampler
+from transfer_queue.sampler.group_sampler import GroupSampler
 from transfer_queue.sampler.grpo_group_n_sampler import GRPOGroupNSampler
 from transfer_queue.sampler.rank_aware_sampler import RankAwareSampler
 from transfer_queue.sampler.registry import as_sampler, resolve
@@ -14,6 +15,7 @@ from transfer_queue.sampler.token_budget_sampler import TokenBudgetSampler
 __all__ = [
     "BaseSampler",
     "GRPOGroupNSampler",
+    "GroupSampler",
     "RankAwareSampler",
     "SeqlenBalancedSampler",
     "SequentialSampler",

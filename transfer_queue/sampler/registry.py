@@ -11,6 +11,7 @@ from typing import Any
 
 from transfer_queue.errors import SamplerError
 from transfer_queue.sampler.base import CALLABLE_KEY, BaseSampler
+from transfer_queue.sampler.group_sampler import GroupSampler
 from transfer_queue.sampler.grpo_group_n_sampler import GRPOGroupNSampler
 from transfer_queue.sampler.rank_aware_sampler import RankAwareSampler
 from transfer_queue.sampler.seqlen_balanced_sampler import SeqlenBalancedSampler
@@ -19,7 +20,14 @@ from transfer_queue.sampler.token_budget_sampler import TokenBudgetSampler
 
 BUILT_IN: dict[str, type[BaseSampler]] = {
     cls.__name__: cls
-    for cls in (SequentialSampler, GRPOGroupNSampler, RankAwareSampler, SeqlenBalancedSampler, TokenBudgetSampler)
+    for cls in (
+        SequentialSampler,
+        GRPOGroupNSampler,
+        GroupSampler,
+        RankAwareSampler,
+        SeqlenBalancedSampler,
+        TokenBudgetSampler,
+    )
 }
 _BY_PATH = {f"{cls.__module__}:{cls.__qualname__}": cls for cls in BUILT_IN.values()}
 

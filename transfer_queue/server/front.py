@@ -186,7 +186,7 @@ class Front:
             return first
         indexes: bytes = begin.indexes if isinstance(begin, p.CheckFields) else first.indexes  # type: ignore[attr-defined]
         if columns is not None:
-            fresh = not any(isinstance(each, writing.Permit) for each in call.holdings)
+            fresh = isinstance(begin, p.Reserve)
             wait_s = max(0.0, call.since + begin.wait_s - self.calls.now)
             written = self.unit.put(call, Write(put.id, indexes, columns, wait_s, fresh))
             if not isinstance(written, p.Reply):
@@ -198,6 +198,7 @@ class Front:
             for over in self.calls.take(call.client, call.number, writing.Committing):
                 self.unit.commit(call.client, call.number)
                 over.keep()
+                self.calls.hold(call, Effect())
         return published if isinstance(begin, p.ResolveKeys) else first
 
     def _columns(self, call: Call, data: bytes) -> Columns:
@@ -377,7 +378,10 @@ def _publication(put: p.Put, indexes: bytes) -> p.Publish:
         raise InvalidRequestError(f"a put of {len(own)} rows has tags for rows {sorted(put.tags)}.")
     tags = {int(own[row]): tags for row, tags in put.tags.items()} if put.tags else {}
     by_key = isinstance(put.begin, p.ResolveKeys)
-    return p.Publish(put.id, put.begin.partition, indexes, put.begin.fields, tags, by_key, put.id, uncommitted=True)
+    return p.Publish(
+        put.id, put.begin.partition, indexes, put.begin.fields, tags, by_key, put.id, uncommitted=True,
+        role=None if isinstance(put.begin, p.CheckFields) else put.begin.role,
+    )  # fmt: skip
 
 
 def _told_by(header: bytes) -> tuple[list[int], list[int]]:

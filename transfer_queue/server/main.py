@@ -107,16 +107,10 @@ def _listen(server: SocketServer, front: Front, orders: Orders) -> str | None:
         return None
     from transfer_queue.transport.tcp_wire import read_keys
 
-    remote = server.also_at(orders.listen, None if orders.key_file is None else read_keys(orders.key_file))
-    remote.open(front)
-    front.listens_at(remote.address)
-
-    def disconnect(client: str) -> None:
-        server.disconnect(client)
-        remote.disconnect(client)
-
-    front.disconnect, front.connections = disconnect, lambda: {**server.clients(), **remote.clients()}
-    return remote.address
+    keys = None if orders.key_file is None else read_keys(orders.key_file)
+    address = server.listen(orders.listen, keys, insecure=keys is None)
+    front.listens_at(address)
+    return address
 
 
 def _join(server: SocketServer, front: Front, listening: str | None, orders: Orders) -> Membership | None:
@@ -162,13 +156,17 @@ def _make_front(
     unit = None if orders.unit is None else _unit(server, orders.unit, orders)
     if not orders.controller:
         front = Front(conf, None, unit, turn=Turn(time.monotonic))
-        server.on_turn(front.meter.turn)
-        return front, _nothing
+        server.turned = front.meter.turn
+        return front, front.close
+
+    def watch(pid: int, namespace: int | None, ended: Callable[[], None]) -> None:
+        server.watch(pid, namespace, ended)
+
     plane = ControlPlane(plane_config(config, sampler, orders.preallocate))
     watchdog = Watchdog(running)
     front = Front(conf, plane, unit, lambda: _janitor(orders), Turn(time.monotonic))
-    server.on_turn(front.meter.turn)
-    front.watch = lambda pid, namespace, ended: _watch(server, pid, namespace, ended)
+    server.turned = front.meter.turn
+    front.watch = watch
     front.alarms, front.disconnect, front.connections = watchdog.alarms, server.disconnect, server.clients
     if unit is None:
         front.start_janitor()
@@ -178,14 +176,6 @@ def _make_front(
         front.close()
 
     return front, close
-
-
-def _watch(server: SocketServer, pid: int, namespace: int | None, ended: Callable[[], None]) -> None:
-    def gone(_: float) -> tuple[()]:
-        ended()
-        return ()
-
-    server.watch(pid, namespace, gone)
 
 
 def _unit(server: SocketServer, name: str, orders: Orders) -> StorageUnit:
@@ -235,12 +225,9 @@ def _storage_client(
         backend = config.backend.storage_backend
         adopt(backend, backend_path)
     section = section_of({**orders.conf["backend"], "storage_backend": backend})  # it may be one of the user's own
-    session = Session(name, ZMQServerInfo.from_dict(config.controller.zmq_info).peer())
+    key_file = None if orders.listen is None else orders.key_file  # units of other hosts have the same keys
+    session = Session(name, ZMQServerInfo.from_dict(config.controller.zmq_info).peer(), key_file)
     return StorageManagerFactory.create(backend, session, storage_settings(section, timeout_s=timeout_s))
-
-
-def _nothing() -> None:
-    """There is no thread to end."""
 
 
 def _allow_many_clients() -> None:
@@ -264,14 +251,13 @@ def _stop_with(server: SocketServer, orders: Orders) -> None:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle: it ends its servers itself
 
-    def parent_ended(_: float) -> tuple[()]:
+    def parent_ended() -> None:
         server.stop()
         shutil.rmtree(orders.directory, ignore_errors=True)
-        return ()
 
     server.watch(orders.parent, orders.pid_namespace, parent_ended)
     if os.getppid() != orders.parent:  # it ended before we could watch it
-        parent_ended(0.0)
+        parent_ended()
 
 
 def _stop_signals(orders: Orders) -> set[signal.Signals]:

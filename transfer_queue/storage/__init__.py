@@ -19,6 +19,13 @@ _HOME = {
     "StorageKeyNotFoundError": "transfer_queue.errors:StorageKeyNotFoundError",
 }
 __all__ = sorted(_HOME)
+_HOME |= {  # names of ``storage.clients``
+    "StorageKVClient": "transfer_queue.storage.base:StorageKVClient",
+    "StorageClientFactory": "transfer_queue.storage.backends:StorageClientFactory",
+    "RayStorageClient": "transfer_queue.storage.clients.ray_client:RayStorageClient",
+    "MooncakeStoreClient": "transfer_queue.storage.clients.mooncake_client:MooncakeStoreClient",
+    "YuanrongStorageClient": "transfer_queue.storage.clients.yuanrong_client:YuanrongStorageClient",
+}
 
 
 def __getattr__(name: str) -> Any:

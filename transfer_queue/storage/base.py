@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
@@ -35,11 +35,10 @@ class HasRows(Protocol):
 
 
 class RowsOf(NamedTuple):
-    """These fields of these samples, for callers without metadata. ``units``: by field, where the values lie."""
+    """These fields of these samples, for callers without metadata."""
 
     global_indexes: Sequence[int]
     field_names: Sequence[str] = ()
-    units: Places | None = None
 
 
 class InFront(Protocol):
@@ -82,6 +81,8 @@ class StorageManager(ABC):
     front: InFront | None = None
     """The way through the controller's process; None: there is none, and puts and gets go in several steps."""
 
+    servers_delete: ClassVar[bool] = False
+    """Whether servers delete values by themselves. Others lie where only clients can."""
     clears_by_field: ClassVar[bool] = True
     """``clear_data`` reads ``field_names``. A backend that knows which fields a sample has sets it to False."""
 
@@ -125,7 +126,8 @@ class StorageManager(ABC):
     ) -> UnitRuns | None:
         """Store row i for ``indexes[i]`` of this partition. ``call`` names the write until it is committed or aborted.
 
-        ``fresh``: new samples, whose indexes nobody knows yet. They may be stored at once, and need no ``commit``.
+        ``fresh``: new samples without keys, whose indexes nobody knows yet. They may be stored at once, and need no
+        ``commit``.
         A backend that can't keep uncommitted writes separate stores all of them at once.
 
         Returns:
@@ -184,19 +186,6 @@ class StorageManager(ABC):
     @abstractmethod
     async def clear_data(self, metadata: HasRows) -> None:
         """Delete all fields of these samples. Unknown samples are no error."""
-
-    async def get_rows(
-        self,
-        indexes: Sequence[int],
-        fields: Iterable[str],
-        layout: str | None = None,
-        units: Places | None = None,
-    ) -> TensorDict:
-        """``get_data`` without metadata, in the given layout (None: the configured one)."""
-        from transfer_queue.storage.unpack import relaid
-
-        data = await self.get_data(RowsOf(indexes, sorted(set(fields)), units))
-        return relaid(data, layout or self.layout)
 
     async def in_several_units(self) -> bool:
         """Whether the values may lie in several storage units, so that a read has to say in which ones."""

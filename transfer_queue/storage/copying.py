@@ -49,16 +49,6 @@ _CACHED_NBYTES = 256 * 1024
 """Rows are gathered and then scattered in steps of this size, which stay in a core's cache."""
 
 
-def runs(at: slice | NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(first, one past the last) of each run of consecutive positions, in order."""
-    if isinstance(at, slice):
-        return np.array([at.start]), np.array([at.stop])
-    if len(at) == 0:
-        return at, at
-    cuts = np.flatnonzero(np.diff(at) != 1) + 1
-    return at[np.append(0, cuts)], at[np.append(cuts - 1, len(at) - 1)] + 1
-
-
 def copy_rows(
     dst: NDArray[np.uint8],
     at: slice | NDArray[np.int64],
@@ -115,11 +105,6 @@ class Spans(NamedTuple):
             return self
         first = np.flatnonzero(np.append(True, ~follows))
         return Spans(to[first], starts[first], np.add.reduceat(sizes, first))
-
-
-def in_a_row(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> Spans:
-    """Spans that land one after the other."""
-    return Spans(np.cumsum(sizes) - sizes, starts, sizes)
 
 
 def copy_spans(dst: NDArray[np.uint8], src: NDArray[np.uint8], spans: Spans, copy: Copy = AT_ONCE) -> None:

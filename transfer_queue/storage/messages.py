@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -17,8 +17,6 @@ from transfer_queue.storage.wire import ByteArray, IntArray, Layout, Positions, 
 INLINE_NBYTES = 64 * 1024
 """Values up to this size travel in the message, which is cheaper than leasing or pinning memory."""
 PAGE_NBYTES = mmap.PAGESIZE
-FILE_SUFFIX = ".file"
-"""The socket that lends the spill file has the name of that of the arena, with this."""
 _SCHEME = "ipc://"
 
 FieldColumns: TypeAlias = list[tuple[str, Positions, WireColumn]]
@@ -26,6 +24,7 @@ FieldColumns: TypeAlias = list[tuple[str, Positions, WireColumn]]
 Located: TypeAlias = list[tuple[str, WireColumn, Positions, Positions]]
 """(field, block, positions in the batch, their row indices in the block)."""
 
+Path: TypeAlias = Literal["arena", "frames", "undecided"]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 
 
@@ -54,7 +53,7 @@ class Columns(msgspec.Struct, frozen=True, array_like=True):
     lease: Call = 0
 
 
-class Lease(Request, frozen=True):
+class LeaseMemory(Request, frozen=True):
     """Lease arena memory for a write that follows, waiting up to ``wait_s`` for room.
 
     ``indexes`` and ``fields`` name the values that the write replaces; their memory counts as free.
@@ -66,7 +65,7 @@ class Lease(Request, frozen=True):
     wait_s: Seconds = 0.0
 
 
-class Leased(Reply, frozen=True):
+class LeasedMemory(Reply, frozen=True):
     """Where to write; -1: the arena has no such range, so the values must travel as frames."""
 
     offset: int
@@ -173,6 +172,8 @@ class UnitStats(Reply, frozen=True):
     leased to writers, ``pins`` of readers. ``uncommitted_nbytes`` belongs to writes that are not published yet.
     Of ``held_nbytes``, ``spilled_nbytes`` are on disk, where ``spill_bytes`` are allowed (0: no spilling).
     ``metrics``: what its server has counted, see ``server/meter.py``.
+    ``path``: how the asking client's values reach the unit, which that client adds. "arena": through memory that both
+    map (except small values); "frames": in messages; "undecided": this client has put or got nothing there yet.
     """
 
     unit: str
@@ -192,12 +193,13 @@ class UnitStats(Reply, frozen=True):
     spilled_nbytes: int = 0
     spill_bytes: int = 0
     metrics: dict[str, Any] = {}  # noqa: RUF012 (msgspec copies it)
+    path: Path = "undecided"
 
 
 UnitRequest: TypeAlias = (
-    Lease | Write | Commit | Abort | Read | Delete | Release | EndWrite | EndSession | AskHeld | AskUnitStats
+    LeaseMemory | Write | Commit | Abort | Read | Delete | Release | EndWrite | EndSession | AskHeld | AskUnitStats
 )
-UnitAnswer: TypeAlias = Leased | Written | Rows | Deleted | Held | UnitStats | Done | Failed
+UnitAnswer: TypeAlias = LeasedMemory | Written | Rows | Deleted | Held | UnitStats | Done | Failed
 Expected = TypeVar("Expected", bound=Reply)
 
 _answers = msgspec.msgpack.Decoder(UnitAnswer)
@@ -236,7 +238,7 @@ View = Callable[[int, int], ByteArray]
 
 
 def arena_path(address: str) -> str | None:
-    """The socket that lends the arena of the server at this address; None if the server may be on another host."""
+    """The socket that lends the arena, and the spill file, of the server at this address; None: not on this host."""
     return address.removeprefix(_SCHEME) + ".arena" if address.startswith(_SCHEME) else None
 
 
@@ -354,31 +356,25 @@ class RowsAnswer(NamedTuple):
     pinned: list[ByteArray]
 
 
-def answer_in_frames(call: int, columns: FieldColumns) -> RowsAnswer:
-    """Send everything in the message."""
-    packer = Packer()
-    for each in columns:
-        packer.add(*each)
-    return RowsAnswer(Rows(call, packer.headers, packer.tables), packer.frames, [])
+def rows_answer(call: int, located: Located, offset_of: OffsetOf | None) -> RowsAnswer:
+    """Answer with extents of the arena, whose rows the reader copies once, and with frames of all that lies elsewhere.
 
-
-def answer_in_place(call: int, located: Located, offset_of: OffsetOf) -> RowsAnswer:
-    """Answer with extents. Rows of blocks in the arena are not copied here: the reader copies them once."""
+    ``offset_of`` None: everything travels in frames.
+    """
     packer, pinned = Packer(), []
     rest: dict[str, list[tuple[WireColumn, IntArray, IntArray]]] = {}
     for field, column, at, rows in located:
-        offset = offset_of(column.data) if column.data.nbytes else -1
+        offset = offset_of(column.data) if offset_of is not None and column.data.nbytes else -1
         run = as_run(rows)
-        chosen = _chosen(column, run) if offset >= 0 or isinstance(rows, slice) else None
-        if chosen is None:
+        if is_copied_here(column, run) or (offset < 0 and not isinstance(rows, slice)):
             assert not isinstance(at, slice)
             assert not isinstance(rows, slice)
             rest.setdefault(field, []).append((column, at, rows))
         elif offset < 0:
-            packer.add(field, at, chosen)
+            packer.add(field, at, column.pick(run))
         else:
             start = column.start_of(run.start) if isinstance(run, slice) else 0
-            packer.add_at(field, as_run(at), chosen, offset + start)
+            packer.add_at(field, as_run(at), column.pick(run), offset + start)
             pinned.append(column.data)
     for field, blocks in rest.items():
         which = np.repeat(np.arange(len(blocks)), [len(at) for _, at, _ in blocks])
@@ -389,13 +385,6 @@ def answer_in_place(call: int, located: Located, offset_of: OffsetOf) -> RowsAns
     return RowsAnswer(Rows(call, packer.headers, packer.tables, bool(pinned)), packer.frames, pinned)
 
 
-def _chosen(column: WireColumn, rows: Positions) -> WireColumn | None:
-    """Select these rows of a block in place; None if they must be copied together here."""
-    if isinstance(rows, slice):
-        return column.slice(rows.start, rows.stop)
-    if column.layout.kind == "objects":
-        return None  # readers decode objects from one contiguous buffer
-    if column.layout.kind == "dense":
-        return WireColumn(column.layout, len(rows), column.data, selection=rows)
-    assert column.row_meta is not None
-    return WireColumn(column.layout, len(rows), column.data, column.row_meta[rows], selection=column.bounds[rows])
+def is_copied_here(column: WireColumn, rows: Positions) -> bool:
+    """Whether these rows of a block in the arena are copied for an answer: readers decode objects from one buffer."""
+    return column.layout.kind == "objects" and not isinstance(rows, slice)

@@ -16,7 +16,7 @@ import torch
 from tensordict import NonTensorStack, is_non_tensor, is_tensor_collection
 
 from transfer_queue.errors import InvalidRequestError, ProtocolError, UnsupportedValueError
-from transfer_queue.storage.copying import Copy, copy_spans, in_a_row, runs
+from transfer_queue.storage.copying import Copy
 from transfer_queue.storage.images import image_parts, is_image
 from transfer_queue.storage.wire import (
     OBJECTS,
@@ -25,9 +25,7 @@ from transfer_queue.storage.wire import (
     Code,
     IntArray,
     Layout,
-    Positions,
     WireColumn,
-    count_of,
     dense_layout,
     ragged_layout,
     running_sum,
@@ -140,7 +138,7 @@ def _tensor_column(name: str, tensor: torch.Tensor) -> Column:
         raise UnsupportedValueError(f"field {name!r} is on the meta device: it has a shape and no values to store.")
     if tensor.ndim == 0:
         raise InvalidRequestError(f"field {name!r} is a single number: a column needs one entry per sample")
-    return TensorColumn(tensor)
+    return tensor_column(tensor)
 
 
 class Column(ABC):
@@ -155,95 +153,24 @@ class Column(ABC):
         """Return the whole column as a wire column, sharing memory with the data if its layout allows."""
 
     @abstractmethod
-    def nbytes_of(self, at: Positions) -> int:
+    def nbytes_of(self, rows: slice) -> int:
         """Bytes of the values of these rows."""
 
     @abstractmethod
-    def copy_into(self, out: ByteArray, at: Positions, copy: Copy) -> None:
+    def copy_into(self, out: ByteArray, rows: slice, copy: Copy) -> None:
         """Write these rows back to back with ``copy``; ``out`` has exactly their size."""
 
-    def stored_in(self, out: ByteArray, at: Positions, rows: int, copy: Copy) -> WireColumn:
+    def stored_in(self, out: ByteArray, rows: slice, copy: Copy) -> WireColumn:
         """Write these rows into ``out``, and return the wire column that describes them there."""
-        self.copy_into(out, at, copy)
-        return WireColumn(self.layout, rows, out, None if self.row_meta is None else self.row_meta[at])
-
-
-class TensorColumn(Column):
-    """Row i is ``values[i]``, or ``values[bounds[i] : bounds[i + 1]]`` if there are bounds."""
-
-    def __init__(self, values: torch.Tensor, bounds: IntArray | None = None) -> None:
-        self._values = resolved(values)
-        self._bounds = bounds
-        name, size, shape = dtype_name(values.dtype), values.element_size(), tuple(values.shape)
-        self._entry_nbytes = math.prod(shape[1:]) * size
-        if bounds is None:
-            self.layout, self.rows, self.row_meta = dense_layout(name, size, shape[1:]), shape[0], None
-        else:
-            self.layout, self.rows = ragged_layout(name, size, values.ndim), len(bounds) - 1
-            self.row_meta = np.empty((self.rows, values.ndim), np.int64)
-            self.row_meta[:, 0] = np.diff(bounds)
-            self.row_meta[:, 1:] = shape[1:]
-
-    def wire_column(self) -> WireColumn:
-        return WireColumn(self.layout, self.rows, as_bytes(self._values), self.row_meta)
-
-    def nbytes_of(self, at: Positions) -> int:
-        if self._bounds is None:
-            entries = count_of(at)
-        elif isinstance(at, slice):
-            entries = int(self._bounds[at.stop] - self._bounds[at.start])
-        else:
-            entries = int((self._bounds[at + 1] - self._bounds[at]).sum())
-        return entries * self._entry_nbytes
-
-    def copy_into(self, out: ByteArray, at: Positions, copy: Copy) -> None:
-        starts, stops = runs(at)
-        if self._bounds is not None:
-            starts, stops = self._bounds[starts], self._bounds[stops]
-        if self._values.is_contiguous() and self._values.device.type == "cpu":
-            sizes = (stops - starts) * self._entry_nbytes
-            copy_spans(out, as_bytes(self._values), in_a_row(starts * self._entry_nbytes, sizes), copy)
-            return
-        entries = int((stops - starts).sum())
-        target = from_bytes(out, self._values.dtype, (entries, *self._values.shape[1:]))
-        begin = 0
-        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
-            target[begin : begin + stop - start].copy_(self._values[start:stop])
-            begin += stop - start
-
-
-class RowsColumn(Column):
-    """One tensor per row, all of one dtype and rank."""
-
-    def __init__(self, rows: Sequence[torch.Tensor]) -> None:
-        first = rows[0]
-        name, size = dtype_name(first.dtype), first.element_size()
-        self._tensors = [resolved(row) for row in rows]
-        self._nbytes = np.array([row.numel() * size for row in rows], np.int64)
-        self.rows = len(rows)
-        if len({row.shape for row in rows}) == 1:
-            self.layout, self.row_meta = dense_layout(name, size, first.shape), None
-        else:
-            self.layout = ragged_layout(name, size, first.ndim)
-            self.row_meta = np.array([row.shape for row in rows], np.int64)
-
-    def wire_column(self) -> WireColumn:
-        return join_rows(self._tensors)
-
-    def nbytes_of(self, at: Positions) -> int:
-        return int(self._nbytes[at].sum())
-
-    def copy_into(self, out: ByteArray, at: Positions, copy: Copy) -> None:
-        begin = 0
-        for number in range(self.rows)[at] if isinstance(at, slice) else at.tolist():
-            row, nbytes = self._tensors[number], int(self._nbytes[number])
-            if nbytes:
-                from_bytes(out[begin : begin + nbytes], row.dtype, row.shape).copy_(row)
-            begin += nbytes
+        self.copy_into(out, rows, copy)
+        row_meta = (
+            None if self.row_meta is None else self.row_meta[rows.start : rows.stop + (self.layout.kind == "objects")]
+        )
+        return WireColumn(self.layout, rows.stop - rows.start, out, row_meta)
 
 
 class BytesColumn(Column):
-    """A column that is already bytes: encoded objects, or values that were stored before."""
+    """A column that is already bytes: a tensor in one piece, encoded objects, or values that were stored before."""
 
     def __init__(self, wire: WireColumn) -> None:
         self._wire = wire
@@ -252,26 +179,76 @@ class BytesColumn(Column):
     def wire_column(self) -> WireColumn:
         return self._wire
 
-    def _spans(self, at: Positions) -> tuple[IntArray, IntArray]:
-        """(first, one past the last) byte of each run of rows."""
-        starts, stops = runs(at)
-        if self.layout.kind == "dense":
-            return starts * self.layout.row_nbytes, stops * self.layout.row_nbytes
-        return self._wire.bounds[starts], self._wire.bounds[stops]
+    def nbytes_of(self, rows: slice) -> int:
+        return self._wire.slice(rows.start, rows.stop).data.nbytes
 
-    def nbytes_of(self, at: Positions) -> int:
-        starts, stops = self._spans(at)
-        return int((stops - starts).sum())
+    def copy_into(self, out: ByteArray, rows: slice, copy: Copy) -> None:
+        copy(out, self._wire.slice(rows.start, rows.stop).data)
 
-    def copy_into(self, out: ByteArray, at: Positions, copy: Copy) -> None:
-        starts, stops = self._spans(at)
-        copy_spans(out, self._wire.data, in_a_row(starts, stops - starts), copy)
 
-    def stored_in(self, out: ByteArray, at: Positions, rows: int, copy: Copy) -> WireColumn:
-        if self.layout.kind != "objects":
-            return super().stored_in(out, at, rows, copy)
-        self.copy_into(out, at, copy)
-        return WireColumn(self.layout, rows, out, running_sum(np.diff(self._wire.bounds)[at]))
+class TensorColumn(Column):
+    """A tensor that is strided, or on a device. Row i is ``values[i]``, or ``values[bounds[i] : bounds[i + 1]]``."""
+
+    def __init__(
+        self, values: torch.Tensor, bounds: IntArray | None, layout: Layout, rows: int, row_meta: IntArray | None
+    ) -> None:
+        self._values, self._bounds = values, bounds
+        self.layout, self.rows, self.row_meta = layout, rows, row_meta
+
+    def wire_column(self) -> WireColumn:
+        return WireColumn(self.layout, self.rows, as_bytes(self._values), self.row_meta)
+
+    def _of(self, rows: slice) -> torch.Tensor:
+        if self._bounds is None:
+            return self._values[rows]
+        return self._values[int(self._bounds[rows.start]) : int(self._bounds[rows.stop])]
+
+    def nbytes_of(self, rows: slice) -> int:
+        return self._of(rows).nbytes
+
+    def copy_into(self, out: ByteArray, rows: slice, copy: Copy) -> None:
+        values = self._of(rows)
+        from_bytes(out, values.dtype, values.shape).copy_(values)
+
+
+class RowsColumn(Column):
+    """One tensor per row, all of one dtype and rank."""
+
+    def __init__(self, rows: Sequence[torch.Tensor]) -> None:
+        self._tensors = [resolved(row) for row in rows]
+        self.rows = len(rows)
+        self.layout, self.row_meta = _layout_of_rows(rows)
+
+    def wire_column(self) -> WireColumn:
+        return join_rows(self._tensors)
+
+    def nbytes_of(self, rows: slice) -> int:
+        return sum(row.nbytes for row in self._tensors[rows])
+
+    def copy_into(self, out: ByteArray, rows: slice, copy: Copy) -> None:
+        begin = 0
+        for row in self._tensors[rows]:
+            if row.nbytes:
+                from_bytes(out[begin : begin + row.nbytes], row.dtype, row.shape).copy_(row)
+            begin += row.nbytes
+
+
+def tensor_column(values: torch.Tensor, bounds: IntArray | None = None) -> Column:
+    """Row i is ``values[i]``, or ``values[bounds[i] : bounds[i + 1]]`` if there are bounds."""
+    values = resolved(values)
+    name, size, shape = dtype_name(values.dtype), values.element_size(), tuple(values.shape)
+    row_meta = edges = None
+    if bounds is None:
+        layout, rows = dense_layout(name, size, shape[1:]), shape[0]
+    else:
+        layout, rows = ragged_layout(name, size, values.ndim), len(bounds) - 1
+        row_meta = np.empty((rows, values.ndim), np.int64)
+        row_meta[:, 0] = np.diff(bounds)
+        row_meta[:, 1:] = shape[1:]
+        edges = bounds * (math.prod(shape[1:]) * size)
+    if values.device.type == "cpu" and values.is_contiguous():
+        return BytesColumn(WireColumn(layout, rows, as_bytes(values), row_meta, edges))
+    return TensorColumn(values, bounds, layout, rows, row_meta)
 
 
 def jagged_column(tensor: Any) -> Column | None:
@@ -281,7 +258,7 @@ def jagged_column(tensor: Any) -> Column | None:
     offsets, values = tensor.offsets().cpu().numpy(), jagged_values(tensor)
     if offsets[0] != 0 or offsets[-1] != len(values):
         values = values[offsets[0] : offsets[-1]]
-    return TensorColumn(values, (offsets - offsets[0]).astype(np.int64, copy=False))
+    return tensor_column(values, (offsets - offsets[0]).astype(np.int64, copy=False))
 
 
 # ---- tensors ----
@@ -346,12 +323,17 @@ def are_alike(values: Sequence[Any]) -> bool:
 
 def join_rows(rows: Sequence[torch.Tensor]) -> WireColumn:
     """Join one tensor per row, all alike: dense if all shapes agree, else ragged."""
+    layout, shapes = _layout_of_rows(rows)
+    return WireColumn(layout, len(rows), np.concatenate([as_bytes(row) for row in rows]), shapes)
+
+
+def _layout_of_rows(rows: Sequence[torch.Tensor]) -> tuple[Layout, IntArray | None]:
+    """The layout of tensors that are alike, and their shapes if these differ."""
     first = rows[0]
-    data = np.concatenate([as_bytes(row) for row in rows])
+    name, size = dtype_name(first.dtype), first.element_size()
     if len({row.shape for row in rows}) == 1:
-        return WireColumn(dense_layout(dtype_name(first.dtype), first.element_size(), first.shape), len(rows), data)
-    shapes = np.array([row.shape for row in rows], np.int64)
-    return WireColumn(ragged_layout(dtype_name(first.dtype), first.element_size(), first.ndim), len(rows), data, shapes)
+        return dense_layout(name, size, first.shape), None
+    return ragged_layout(name, size, first.ndim), np.array([row.shape for row in rows], np.int64)
 
 
 def is_simple_jagged(tensor: Any) -> bool:

@@ -170,8 +170,7 @@ def _mapping(nbytes: int) -> mmap.mmap | None:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError:  # too many mappings: the allocator is used instead
         return None
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
@@ -189,5 +188,4 @@ def use(recycler: Recycler) -> None:
     _recycler = recycler
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: _recycler.after_fork())
+os.register_at_fork(after_in_child=lambda: _recycler.after_fork())

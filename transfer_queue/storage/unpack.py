@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import math
 import pickle
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_coll
 
 from transfer_queue.errors import ConfigError, InvalidRequestError, ProtocolError, UnsupportedValueError
 from transfer_queue.storage import recycling
-from transfer_queue.storage.copying import AT_ONCE, Copies, Copy, Spans, copy_rows, copy_spans
+from transfer_queue.storage.copying import AT_ONCE, Copies, Copy
 from transfer_queue.storage.images import image_of
 from transfer_queue.storage.pack import (
     are_alike,
@@ -35,11 +34,10 @@ from transfer_queue.storage.unpack_fast import Jagged, batch, object_column
 from transfer_queue.storage.wire import (
     OBJECTS,
     PICKLE_SWITCH,
-    ByteArray,
     Code,
-    IntArray,
     PlacedColumns,
     WireColumn,
+    join,
     running_sum,
 )
 from transfer_queue.transport.blocking import is_blocking
@@ -62,10 +60,9 @@ def unpack(
         layout: "jagged": every tensor column is nested, unless its rows are 0-dim. "dense": only where shapes differ.
     """
     check_layout(layout)
-    copies = Copies()
-    options = _Options(layout, Jagged(), copies)
+    options = _Options(layout, Jagged(), Copies())
     columns = {name: _column(name, placed[name], count, allow_pickle, options) for name in sorted(placed)}
-    copies.finish()
+    options.finish()
     return batch(columns, count)
 
 
@@ -112,13 +109,13 @@ class _Options(NamedTuple):
     jagged: Jagged
     copy: Copy = AT_ONCE
 
-    def shaped(
-        self, out: Any, dtype: torch.dtype, shapes: IntArray, bounds: IntArray, extremes: tuple[int, int] | None = None
-    ) -> Any:
-        """Make the most regular tensor that these contiguous rows allow. ``extremes``: of ``shapes``, if known."""
+    def shaped(self, made: WireColumn) -> Any:
+        """Make the most regular tensor that these contiguous rows allow."""
+        out, dtype, shapes = made.data, dtype_of(made.layout.dtype), made.row_meta
+        assert shapes is not None
         if self.layout == "jagged" and shapes.shape[1] == 1:
-            flat = from_bytes(out, dtype, (int(bounds[-1]) // dtype.itemsize,))
-            return self.jagged(flat, bounds // dtype.itemsize, extremes)
+            flat = from_bytes(out, dtype, (out.nbytes // dtype.itemsize,))
+            return self.jagged(flat, made.bounds // dtype.itemsize, made.extremes)
         same = (shapes == shapes[0]).all(axis=0)
         if self.layout == "dense" and same.all():
             return from_bytes(out, dtype, shapes.shape[:1] + tuple(shapes[0].tolist()))
@@ -126,12 +123,17 @@ class _Options(NamedTuple):
             lengths = shapes[:, 0]
             values = from_bytes(out, dtype, (int(lengths.sum()), *shapes[0, 1:].tolist()))
             return self.jagged(values, running_sum(lengths))
-        edges = bounds.tolist()
+        self.finish()  # torch repacks the rows
         rows = [
             from_bytes(out[start:stop], dtype, shape)
-            for (start, stop), shape in zip(pairwise(edges), shapes.tolist(), strict=True)
+            for (start, stop), shape in zip(pairwise(made.bounds.tolist()), shapes.tolist(), strict=True)
         ]
         return _strided(rows)
+
+    def finish(self) -> None:
+        """Make all copies."""
+        if isinstance(self.copy, Copies):
+            self.copy.finish()
 
 
 def _of_wire(wire: WireColumn, options: _Options) -> Any:
@@ -144,12 +146,13 @@ def _column(name: str, placed: PlacedColumns, count: int, allow_pickle: bool, op
         raise ProtocolError(f"storage answered {rows} rows of field {name!r}, {count} were asked for")
     first = placed[0][1].layout
     if first.kind == "dense" and (len(placed) == 1 or all(wire.layout == first for _, wire in placed)):
-        shape = (count, *first.shape)
+        made, dtype = join(placed, count, first, recycling.empty, options.copy), dtype_of(first.dtype)
         if options.layout == "dense" or not first.shape:
-            return _dense(placed, shape, options)
-        return options.jagged.even(_dense(placed, (count * shape[1], *shape[2:]), options), count, shape[1])
+            return from_bytes(made.data, dtype, (count, *first.shape))
+        flat = from_bytes(made.data, dtype, (count * first.shape[0], *first.shape[1:]))
+        return options.jagged.even(flat, count, first.shape[0])
     if first.kind != "objects" and len({wire.layout.family for _, wire in placed}) == 1:
-        return _ragged(placed, count, options)
+        return options.shaped(join(placed, count, first.family, recycling.empty, options.copy))
     values: list[Any] = [None] * count
     for positions, wire in placed:
         where = range(count)[positions] if isinstance(positions, slice) else positions.tolist()
@@ -164,52 +167,6 @@ def _of_values(values: Sequence[Any], options: _Options) -> Any:
     if options.layout == "dense" and isinstance(column, torch.Tensor) and column.is_nested:
         return _of_wire(join_rows(values), options._replace(copy=AT_ONCE))
     return column
-
-
-def _dense(placed: PlacedColumns, shape: Sequence[int], options: _Options) -> torch.Tensor:
-    layout = placed[0][1].layout
-    out = recycling.empty(math.prod(shape) * layout.itemsize)
-    for positions, wire in placed if out.nbytes else ():
-        copy_rows(out.reshape(-1, layout.row_nbytes), positions, wire.data, wire.selection, options.copy)
-    return from_bytes(out, dtype_of(layout.dtype), shape)
-
-
-def _ragged(placed: PlacedColumns, count: int, options: _Options) -> Any:
-    wire = placed[0][1]
-    first = wire.layout
-    if len(placed) == 1 and (whole := _whole(placed, count, options)) is not None:
-        return options.shaped(whole, dtype_of(first.dtype), _shapes_of(wire), wire.bounds, wire.extremes)
-    shapes = np.empty((count, len(first.shape)), np.int64)
-    ragged = [(positions, wire.as_ragged()) for positions, wire in placed]
-    for positions, wire in ragged:
-        assert wire.row_meta is not None
-        shapes[positions] = wire.row_meta
-    sizes = shapes.prod(axis=1) * first.itemsize
-    bounds = running_sum(sizes)
-    out = recycling.empty(int(bounds[-1]))
-    # torch repacks rows that are irregular in other dims, so their copy must be finished by then.
-    by = options.copy if (shapes[:, 1:] == shapes[0, 1:]).all() else AT_ONCE
-    for positions, wire in ragged:
-        copy_spans(out, wire.data, Spans(bounds[:-1][positions], wire.starts, sizes[positions]), by)
-    return options.shaped(out, dtype_of(first.dtype), shapes, bounds)
-
-
-def _whole(placed: PlacedColumns, count: int, options: _Options) -> ByteArray | None:
-    """Copy a batch that one wire column holds in its order; None if rows must be selected or reordered."""
-    positions, wire = placed[0]
-    in_order = isinstance(positions, slice) and positions == slice(0, count)
-    if wire.layout.kind != "ragged" or wire.selection is not None or not in_order:
-        return None
-    out = recycling.empty(wire.data.nbytes)
-    # torch repacks rows that are irregular in other dims, so their copy must be finished by then.
-    shapes = _shapes_of(wire)
-    (options.copy if shapes.shape[1] < 2 or (shapes[:, 1:] == shapes[0, 1:]).all() else AT_ONCE)(out, wire.data)
-    return out
-
-
-def _shapes_of(wire: WireColumn) -> IntArray:
-    assert wire.row_meta is not None
-    return wire.row_meta
 
 
 def _strided(rows: Sequence[torch.Tensor]) -> Any:
@@ -326,38 +283,29 @@ def decode_rows(column: WireColumn, field: str, allow_pickle: bool = False) -> l
         raise ProtocolError(f"a value of field {field!r} can't be decoded: {error}") from error
 
 
-class _Decoder:
-    def __init__(self, field: str, allow_pickle: bool) -> None:
-        self._field = field
-        self._allow_pickle = allow_pickle
-        self.decode = msgspec.msgpack.Decoder(ext_hook=self._ext).decode
-
-    def _ext(self, code: int, data: memoryview) -> Any:
-        if code == Code.PICKLE:
-            return self._unpickled(data)
-        raised = _RAW.get(code)
-        if raised is not None:
-            return raised(data)
-        built = _BUILD.get(code)
-        if built is None:
-            raise ProtocolError(
-                f"field {self._field!r}: unknown kind of value {code}: the writer is newer than this reader"
-            )
-        return built(self.decode(data))
-
-    def _unpickled(self, data: memoryview) -> Any:
-        if not self._allow_pickle:
-            raise UnsupportedValueError(
-                f"field {self._field!r} holds a pickled value, and this process' configuration forbids to unpickle it. "
-                f"If every writer can be trusted, set {PICKLE_SWITCH}."
-            )
-        return pickle.loads(data)
-
-
 @functools.lru_cache(1024)
 def _decoder(field: str, allow_pickle: bool) -> Callable[[Any], Any]:
     # Cached, because it and its decoder form a cycle, which would leave garbage on every get.
-    return _Decoder(field, allow_pickle).decode
+    def ext(code: int, data: memoryview) -> Any:
+        if code == Code.PICKLE:
+            return _unpickled(data, field, allow_pickle)
+        if (raised := _RAW.get(code)) is not None:
+            return raised(data)
+        if (built := _BUILD.get(code)) is not None:
+            return built(decode(data))
+        raise ProtocolError(f"field {field!r}: unknown kind of value {code}: the writer is newer than this reader")
+
+    decode = msgspec.msgpack.Decoder(ext_hook=ext).decode
+    return decode
+
+
+def _unpickled(data: memoryview, field: str, allow_pickle: bool) -> Any:
+    if not allow_pickle:
+        raise UnsupportedValueError(
+            f"field {field!r} holds a pickled value, and this process' configuration forbids to unpickle it. "
+            f"If every writer can be trusted, set {PICKLE_SWITCH}."
+        )
+    return pickle.loads(data)
 
 
 def _array_of(described: Any, shape: Sequence[int], data: bytes) -> np.ndarray[Any, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transfer_queue.errors import ProtocolError
-from transfer_queue.storage.copying import Spans, copy_rows, copy_spans
+from transfer_queue.storage.copying import AT_ONCE, Copy, Spans, copy_rows, copy_spans
 
 IntArray: TypeAlias = NDArray[np.int64]
 ByteArray: TypeAlias = NDArray[np.uint8]
@@ -150,17 +150,40 @@ class WireColumn:
             return (np.arange(self.rows) if self.selection is None else self.selection) * self.layout.row_nbytes
         return self.bounds[:-1] if self.selection is None else self.selection
 
+    @property
+    def sizes(self) -> IntArray:
+        """[rows] bytes of each row."""
+        if self.layout.kind == "dense":
+            return np.full(self.rows, self.layout.row_nbytes)
+        assert self.row_meta is not None
+        if self.layout.kind == "objects":
+            return np.diff(self.row_meta)
+        sizes: IntArray = self.row_meta.prod(axis=1) * self.layout.itemsize
+        return sizes
+
     def start_of(self, row: int) -> int:
         """The byte of ``data`` where this row begins and the previous one ends."""
         return row * self.layout.row_nbytes if self.layout.kind == "dense" else int(self.bounds[row])
 
-    def rows_nbytes(self, rows: NDArray[np.integer]) -> int:
+    def rows_nbytes(self, rows: slice | NDArray[np.integer]) -> int:
         """Bytes that only these rows take."""
+        count = count_of(rows)
         if self.layout.kind == "dense":
-            return len(rows) * self.layout.row_nbytes
+            return count * self.layout.row_nbytes
         assert self.row_meta is not None
         meta_nbytes = 8 if self.row_meta.ndim == 1 else 8 * self.row_meta.shape[1]
-        return int((self.bounds[rows + 1] - self.bounds[rows]).sum()) + len(rows) * meta_nbytes
+        if isinstance(rows, slice):
+            nbytes = self.bounds[rows.stop] - self.bounds[rows.start]
+        else:
+            nbytes = (self.bounds[rows + 1] - self.bounds[rows]).sum()
+        return int(nbytes) + count * meta_nbytes
+
+    def moved_to(self, data: ByteArray) -> WireColumn:
+        """The same column with its bytes there. It keeps nothing of the old one."""
+        row_meta = None if self.row_meta is None else self.row_meta.copy()
+        moved = WireColumn(self.layout, self.rows, data, row_meta, self._bounds, self.selection)
+        moved._extremes = self._extremes
+        return moved
 
     def as_ragged(self) -> WireColumn:
         """The same rows with explicit shapes; objects stay as they are."""
@@ -182,6 +205,18 @@ class WireColumn:
         bounds = self.bounds[start : stop + 1]
         row_meta = self.row_meta[start : stop + (self.layout.kind == "objects")]
         return WireColumn(self.layout, stop - start, self.data[bounds[0] : bounds[-1]], row_meta, bounds - bounds[0])
+
+    def pick(self, rows: Positions) -> WireColumn:
+        """Rows in any order, sharing memory."""
+        if isinstance(rows, slice):
+            return self.slice(rows.start, rows.stop)
+        if self.row_meta is None:
+            return WireColumn(self.layout, len(rows), self.data, selection=rows)
+        starts, sizes = self.bounds[rows], None
+        if self.layout.kind == "objects":
+            sizes = running_sum(self.bounds[rows + 1] - starts)
+        row_meta = self.row_meta[rows] if sizes is None else sizes
+        return WireColumn(self.layout, len(rows), self.data, row_meta, selection=starts)
 
 
 PlacedColumns: TypeAlias = Sequence[tuple[Positions, WireColumn]]
@@ -261,7 +296,7 @@ def as_run(positions: Positions | NDArray[Any]) -> Positions:
     return positions
 
 
-def count_of(positions: Positions) -> int:
+def count_of(positions: slice | NDArray[Any]) -> int:
     return positions.stop - positions.start if isinstance(positions, slice) else len(positions)
 
 
@@ -281,45 +316,45 @@ def heap(nbytes: int) -> ByteArray:
     return np.empty(nbytes, np.uint8)
 
 
+def join(
+    placed: PlacedColumns, count: int, layout: Layout, allocate: Allocate = heap, copy: Copy = AT_ONCE
+) -> WireColumn:
+    """Copy wire columns of this layout, or of its family, into a new one of ``count`` rows, each row to its place."""
+    at, column = placed[0]
+    if len(placed) == 1 and column.layout == layout and column.selection is None and isinstance(as_run(at), slice):
+        whole = column.moved_to(allocate(column.data.nbytes))
+        copy(whole.data, column.data)
+        return whole
+    if layout.kind == "dense":
+        data = allocate(count * layout.row_nbytes)
+        for at, column in placed if data.nbytes else ():
+            copy_rows(data.reshape(-1, layout.row_nbytes), at, column.data, column.selection, copy)
+        return WireColumn(layout, count, data)
+    placed = [(at, column.as_ragged()) for at, column in placed]
+    shapes, sizes = np.empty((count, len(layout.shape)), np.int64), np.empty(count, np.int64)
+    for at, column in placed:
+        sizes[at] = column.sizes
+        if layout.kind == "ragged":
+            assert column.row_meta is not None
+            shapes[at] = column.row_meta
+    bounds = running_sum(sizes)
+    data = allocate(int(bounds[-1]))
+    for at, column in placed:
+        copy_spans(data, column.data, Spans(bounds[:-1][at], column.starts, sizes[at]), copy)
+    return WireColumn(layout, count, data, shapes if layout.kind == "ragged" else bounds, bounds)
+
+
 def gather(selected: Sequence[tuple[WireColumn, Positions]], allocate: Allocate = heap) -> WireColumn:
     """Copy these rows of these wire columns, all of one family, into one new wire column, in this order."""
     layout = selected[0][0].layout
     if any(column.layout != layout for column, _ in selected):
-        selected, layout = [(column.as_ragged(), rows) for column, rows in selected], layout.family
-    counts = [count_of(rows) for _, rows in selected]
-    total = sum(counts)
-    if layout.kind == "dense":
-        return WireColumn(layout, total, _gather_dense(selected, counts, allocate(total * layout.row_nbytes)))
-    starts, sizes = zip(*(_spans(column, rows) for column, rows in selected), strict=True)
-    bounds = running_sum(np.concatenate(sizes))
-    data = allocate(int(bounds[-1]))
-    at = 0
-    for (column, _), count, start, size in zip(selected, counts, starts, sizes, strict=True):
-        copy_spans(data, column.data, Spans(bounds[at : at + count], start, size))
-        at += count
-    if layout.kind == "objects":
-        return WireColumn(layout, total, data, bounds, bounds)
-    shapes = np.concatenate([column.row_meta[rows] for column, rows in selected if column.row_meta is not None])
-    return WireColumn(layout, total, data, shapes, bounds)
-
-
-def _spans(column: WireColumn, rows: Positions) -> tuple[IntArray, IntArray]:
-    """Return where these rows begin in the column, and their sizes."""
-    starts = column.bounds[:-1][rows]
-    return starts, column.bounds[1:][rows] - starts
-
-
-def _gather_dense(selected: Sequence[tuple[WireColumn, Positions]], counts: Sequence[int], out: ByteArray) -> ByteArray:
-    if out.nbytes == 0:
-        return out
-    at, target = 0, out.reshape(-1, selected[0][0].layout.row_nbytes)
-    for (column, rows), count in zip(selected, counts, strict=True):
-        if isinstance(rows, slice):
-            copy_rows(target, slice(at, at + count), column.slice(rows.start, rows.stop).data, None)
-        else:
-            copy_rows(target, slice(at, at + count), column.data, rows)
-        at += count
-    return out
+        layout = layout.family
+    placed, count = [], 0
+    for column, rows in selected:
+        some = column.pick(rows)
+        placed.append((slice(count, count + some.rows), some))
+        count += some.rows
+    return join(placed, count, layout, allocate)
 
 
 def select(columns: Sequence[WireColumn], which: IntArray, rows: IntArray) -> list[tuple[Positions, WireColumn]]:
@@ -344,13 +379,6 @@ def select(columns: Sequence[WireColumn], which: IntArray, rows: IntArray) -> li
         short = np.flatnonzero(np.repeat(~is_long, lengths))
         placed += _copied(columns, which[short], rows[short], short)
     return placed
-
-
-def cut(column: WireColumn, at: Positions) -> list[tuple[Positions, WireColumn]]:
-    """``select`` from one wire column."""
-    if isinstance(at, slice):
-        return [(slice(0, at.stop - at.start), column.slice(at.start, at.stop))]
-    return select([column], np.zeros(len(at), np.int64), at)
 
 
 def groups(labels: NDArray[Any]) -> list[tuple[int, IntArray]]:

@@ -11,7 +11,10 @@ Buffer = Any
 """Anything with the buffer protocol: bytes, memoryview, a NumPy array."""
 
 NOBODY_WAITS = 0
-"""The number of a message that expects no answer: from ``post``, or a cancel."""
+"""The number of a message that expects no answer: from ``post``."""
+
+CONFIRM = (1 << 40) - 1
+"""The number of a message that expects no answer, but must arrive whatever its client does next: a cancel."""
 
 HEARTBEAT_S = 2.0
 """Between hosts: the longest interval between messages, in each direction of a connection."""

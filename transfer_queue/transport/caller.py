@@ -3,7 +3,8 @@
 
 A connection that a server has seen stays open until the caller is closed, whatever happens to its calls.
 When the last one closes, the server considers the client gone, and releases everything that it holds there.
-Lists of connections change without a lock, which Ctrl-C could leave locked.
+A connection on which nobody waits is still driven, by a thread, until its server has heard of the calls that failed.
+Lists of connections change in one step of Python, which Ctrl-C can't interrupt.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from transfer_queue.transport.base import NOBODY_WAITS, USUAL_LIVENESS, Liveness
 from transfer_queue.transport.blocking import is_blocking, look, pause
 from transfer_queue.transport.connections import Connection, LoopConnection, closed, gone, revoke, silent
 from transfer_queue.transport.descriptors import LONGEST_WAIT_S, READ, WRITE, Descriptors, Spin, longest_s
+from transfer_queue.transport.settling import Settling
 from transfer_queue.transport.unix import UnixConnection
 
 if TYPE_CHECKING:
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
 
 _LAST = (-1,)
 """``target.extend(map(source.pop, _LAST))`` moves the last item in one step of Python: Ctrl-C can't lose it."""
+
+
+_CLOSE_S = 1.0
 
 
 class _SentCall(NamedTuple):
@@ -65,6 +70,7 @@ class SocketCaller:
         self._idle: dict[str, list[Connection]] = {}
         self._loop_connections: dict[tuple[int, str], LoopConnection] = {}
         self._tcp: TcpLinks | None = None
+        self._settling: dict[Connection, Settling] = {}
         self._blocked: set[object] = set()
         self._wake = Descriptors(self, *os.pipe())
 
@@ -83,23 +89,29 @@ class SocketCaller:
             return await self._call_blocking(calls, timeout_s)
         return await self._call_on_loop(calls, timeout_s)
 
-    async def post(self, call: PeerCall) -> None:
+    async def post(self, call: PeerCall, number: int = NOBODY_WAITS) -> None:
         """Send a message that expects no answer, without waiting.
 
-        The unsent rest goes before the connection's next message. An event loop sends it as soon as there is room.
+        What can't be sent now is sent as soon as there is room, and before the connection's next message.
 
+        Args:
+            number: ``NOBODY_WAITS`` or ``CONFIRM``.
         Raises:
             QueueUnreachableError: the peer has ended, as far as this is known by now.
             ClosedError: after ``close``.
         """
         self._check_process()
         if not is_blocking():
-            self._loop_connection(call.peer, asyncio.get_running_loop()).post(call)
+            shared = self._loop_connection(call.peer, asyncio.get_running_loop())
+            try:
+                shared.post(call, number)
+            finally:
+                self._leave(shared)
             return
         borrowed: list[Connection] = []
         try:
             connection = self._borrow(call.peer, borrowed)
-            connection.send(NOBODY_WAITS, call.header, call.frames)
+            connection.send(number, call.header, call.frames)
             connection.own()
         finally:
             self._return(borrowed)
@@ -116,6 +128,12 @@ class SocketCaller:
                 os.write(self._wake.at(1), b"x")
             else:
                 self._wake.close()
+        alive = [driver for driver in list(self._settling.values()) if driver.is_alive()]
+        settling = [driver for driver in alive if driver is not threading.current_thread()]
+        for driver in settling:
+            driver.nudge()
+        for driver in settling:
+            driver.join(_CLOSE_S)
         self._close_idle()
         self._made.clear()  # borrowed ones are closed when they are returned
         for shared in to_close:
@@ -137,11 +155,16 @@ class SocketCaller:
         if self._closed:
             raise closed()
         idle = self._idle.setdefault(peer.address, [])
-        try:
-            borrowed.extend(map(idle.pop, _LAST))
-        except IndexError:
-            borrowed.append(self._connect(peer))
-            self._made.add(borrowed[-1])
+        while True:
+            turns = self._turns() if self._settling else []
+            try:
+                borrowed.extend(map(idle.pop, _LAST))
+                break
+            except IndexError:
+                if turns == self._turns() and all(turn % 2 == 0 for turn in turns):  # no thread had one meanwhile
+                    borrowed.append(self._connect(peer))
+                    self._made.add(borrowed[-1])
+                    break
         return borrowed[-1]
 
     def _connect(self, peer: Peer) -> Connection:
@@ -159,10 +182,13 @@ class SocketCaller:
 
     def _return(self, borrowed: list[Connection]) -> None:
         while borrowed:
-            if borrowed[-1].broken:
+            connection = borrowed[-1]
+            if connection.broken:
                 self._discard(borrowed.pop())
             else:
-                self._idle.setdefault(borrowed[-1].peer.address, []).extend(map(borrowed.pop, _LAST))
+                self._idle.setdefault(connection.peer.address, []).extend(map(borrowed.pop, _LAST))
+                if connection in self._settling or not connection.settled:
+                    self._settle(connection)
         if self._closed:
             self._close_idle()
 
@@ -182,6 +208,35 @@ class SocketCaller:
                 connection = connections.pop()
                 self._made.discard(connection)
                 connection.close()
+
+    # ---- connections on which nobody waits ----
+
+    def _settle(self, connection: Connection) -> None:
+        """The server gets all that was sent on an idle connection, whatever this client does next."""
+        driver = self._settling.get(connection)
+        if driver is None:
+            driver = Settling(connection, self._idle[connection.peer.address], self._is_settled)
+            driver = self._settling.setdefault(connection, driver)
+        if driver.is_alive():
+            driver.nudge()
+        else:
+            with contextlib.suppress(RuntimeError):  # it has ended just now, and looks once more
+                driver.start()
+
+    def _is_settled(self, connection: Connection) -> bool:
+        """Whether its thread may end. While a call uses the connection, it may: that call settles it when it ends."""
+        if self._needs_settling(connection):
+            return False
+        self._settling.pop(connection, None)
+        if self._needs_settling(connection):  # given back since
+            self._settle(connection)
+        return True
+
+    def _needs_settling(self, connection: Connection) -> bool:
+        return not (self._closed or connection.settled) and connection in self._idle[connection.peer.address]
+
+    def _turns(self) -> list[int]:
+        return [driver.turns for driver in list(self._settling.values())]
 
     # ---- in a blocked thread ----
 
@@ -251,9 +306,19 @@ class SocketCaller:
             for connection, call in sent:
                 connection.cancel(call)
             raise
-        for connection, call in sent:
-            connection.done(call)
+        finally:
+            for connection, call in sent:
+                connection.done(call)
+                self._leave(connection)
         return replies
+
+    def _leave(self, shared: LoopConnection) -> None:
+        """A call has ended. If it was the last one of its loop, the connection may be for a thread to drive."""
+        if shared.is_left_unsettled:
+            with self._lock:
+                keys = [key for key, each in self._loop_connections.items() if each is shared]
+                connections = [self._loop_connections.pop(key).retire() for key in keys]
+            self._return(connections)
 
     def _loop_connection(self, peer: Peer, loop: asyncio.AbstractEventLoop) -> LoopConnection:
         key = (id(loop), peer.address)  # a connection keeps its loop alive, so the id stays unique

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from transfer_queue.errors import ClosedError, QueueUnreachableError
-from transfer_queue.transport.base import NOBODY_WAITS, Buffer, Peer, PeerCall, RawReply
+from transfer_queue.transport.base import CONFIRM, Buffer, Peer, PeerCall, RawReply
 from transfer_queue.transport.framing import Message
 
 
@@ -34,6 +34,11 @@ class Connection(Protocol):
     @property
     def unsent(self) -> bool:
         """Something waits for ``flush``."""
+        ...
+
+    @property
+    def settled(self) -> bool:
+        """Everything is sent, and the server has confirmed each ``CONFIRM``, or the connection is broken."""
         ...
 
     def send(self, number: int, header: bytes, frames: Sequence[Buffer] = ()) -> None:
@@ -130,6 +135,11 @@ class LoopConnection:
     def reached(self) -> bool:
         return self._connection.reached
 
+    @property
+    def is_left_unsettled(self) -> bool:
+        """No call waits, so the loop may end, and there is something to send or to be confirmed."""
+        return not (self._asked or self._connection.settled)
+
     def send(self, call: PeerCall) -> asyncio.Future[RawReply]:
         """Send a call and return its future reply. ``done`` or ``cancel`` must follow in every case."""
         if not self._asked:
@@ -139,10 +149,10 @@ class LoopConnection:
         self._try(lambda: self._connection.send(call.number, call.header, call.frames))
         return future
 
-    def post(self, call: PeerCall) -> None:
+    def post(self, call: PeerCall, number: int) -> None:
         """Send without expecting an answer. Raises QueueUnreachableError if the peer has ended."""
         try:
-            self._connection.send(NOBODY_WAITS, call.header, call.frames)
+            self._connection.send(number, call.header, call.frames)
             self._connection.own()
         finally:
             self._write()
@@ -156,6 +166,7 @@ class LoopConnection:
             asked.future.exception()  # retrieved, so that asyncio doesn't log it
         if not self._asked and not self._closed:
             self.loop.remove_reader(self._connection.descriptor)
+            self._write()
 
     def cancel(self, call: PeerCall) -> None:
         """The call has failed: send its cancel after it, and stop waiting for its reply."""
@@ -175,6 +186,7 @@ class LoopConnection:
 
     def _write(self) -> None:
         wanted = self._connection.unsent and not self._connection.broken
+        wanted = wanted and bool(self._asked) and not self.loop.is_closed()
         if wanted and not self._writing:
             self.loop.add_writer(self._connection.descriptor, self._try, self._connection.flush)
         elif self._writing and not wanted:
@@ -197,10 +209,11 @@ class LoopConnection:
                 future.set_exception(error())
 
     def retire(self) -> Connection:
-        """Return the connection for use elsewhere, because its loop has closed; waiting calls are cancelled."""
+        """Return the connection for use elsewhere; waiting calls, of a loop that has closed, are cancelled."""
         for asked in self._asked.values():
             revoke(self._connection, asked.cancel)
         self._asked.clear()
+        self._write()
         self._closed = True
         return self._connection
 
@@ -233,4 +246,4 @@ def revoke(connection: Connection, cancel: Callable[[], bytes] | None) -> None:
     connection.own()
     if cancel is not None:
         with contextlib.suppress(QueueUnreachableError):  # the peer has ended, and the call with it
-            connection.send(NOBODY_WAITS, cancel())
+            connection.send(CONFIRM, cancel())

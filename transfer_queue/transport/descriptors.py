@@ -25,19 +25,17 @@ LONGEST_WAIT_S = 3600.0
 
 LONGEST_S = 1e-3
 """An exchange takes 0.1 to 0.3 ms, and a busy client asks again within one millisecond."""
-_YIELD: Callable[[], None] | None = getattr(os, "sched_yield", None)
 _PREEMPTED_S = 50e-6
 """A gap between two polls of at least this length means that another thread had the core, or the clock ticked."""
 _PRICE = 8
 """A failed spin costs as much as this many successful ones save."""
 _LONGEST_REST = 6
 """As a power of two: how many waits pass without a spin if all spins have failed."""
-_THIS_THREAD: int = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
 
 
 def _times_preempted() -> int:
     """How often this thread has lost its core to another one."""
-    return resource.getrusage(_THIS_THREAD).ru_nivcsw
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
 
 
 class Spin:
@@ -51,10 +49,10 @@ class Spin:
         self,
         longest_s: float,
         clock: Callable[[], float] = time.perf_counter,
-        pass_on: Callable[[], None] | None = _YIELD,
+        pass_on: Callable[[], None] = os.sched_yield,
         times_preempted: Callable[[], int] = _times_preempted,
     ) -> None:
-        """``pass_on`` yields the core to another thread; without it, nothing spins."""
+        """``pass_on`` yields the core to another thread."""
         self._longest_s = longest_s
         self._clock = clock
         self._pass_on = pass_on
@@ -69,7 +67,7 @@ class Spin:
         Args:
             left_s: ``sleep`` returns after this long at the latest.
         """
-        if self._pass_on is None or not 0 < self._longest_s < left_s:
+        if not 0 < self._longest_s < left_s:
             return sleep()
         if not self._rests():
             return self._look(poll) or sleep()
@@ -84,7 +82,6 @@ class Spin:
         return self._rested < 1 << self._doubt // _PRICE
 
     def _look(self, poll: Callable[[int], list[Any]]) -> list[Any]:
-        assert self._pass_on is not None
         preempted = self._times_preempted()
         looked = self._clock()
         end = looked + self._longest_s
@@ -106,7 +103,7 @@ def longest_s() -> float:
 
     On a single core it is always 0, because a spinning thread would delay the process that it waits for.
     """
-    if hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < 2:
+    if len(os.sched_getaffinity(0)) < 2:
         return 0.0
     return environment_number("TQ_SPIN_US", LONGEST_S * 1e6) / 1e6
 

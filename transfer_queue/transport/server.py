@@ -1,38 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server behind its listener: it knows its clients, hands their requests to the handler, and sends the answers."""
+"""A server behind its listeners: its loop, its clients, their requests to the handler, and the answers."""
 
 from __future__ import annotations
 
+import math
+import os
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from transfer_queue.errors import ConfigError
 from transfer_queue.transport.base import USUAL_LIVENESS, Envelope, Handler, Listener, Liveness, Outgoing, Ready, Route
-from transfer_queue.transport.loop import ServingLoop, guarded
+from transfer_queue.transport.loop import Readiness, guarded
 from transfer_queue.transport.unix import UnixListener
-from transfer_queue.utils.machine import close_descriptor, open_process
+from transfer_queue.utils.machine import open_process
 
 if TYPE_CHECKING:
     from transfer_queue.transport.tcp_wire import ServerKeys
 
 
 class SocketServer:
-    """Binds at once, so that a client may connect as soon as the constructor returns."""
+    """One handler at one address or several, in one thread. Binds at once, so that a client may connect as soon as the
+    constructor returns.
+    """
 
     def __init__(
         self,
         address: str,
-        loop: ServingLoop | None = None,
         keys: ServerKeys | None = None,
         insecure: bool = False,
         liveness: Liveness = USUAL_LIVENESS,
     ) -> None:
-        """The last three concern ``tcp://`` addresses only.
+        """See ``listen``."""
+        self.turned: Callable[[float], None] = _nothing
+        """Called after each turn with the seconds that it took."""
+        self._readiness = Readiness()
+        self._handler: Handler | None = None
+        self._listeners: list[Listener] = []
+        self._routes: dict[str, set[Route]] = {}
+        self._watched: set[int] = set()
+        self._last_acts: list[Callable[[], None]] = []
+        self._stopping = self._closed = False
+        self._lock = threading.RLock()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._readiness.add(self._wake, _nothing)
+        try:
+            self.address = self.listen(address, keys, insecure, liveness)
+        except BaseException:
+            self.close()
+            raise
+
+    def listen(
+        self,
+        address: str,
+        keys: ServerKeys | None = None,
+        insecure: bool = False,
+        liveness: Liveness = USUAL_LIVENESS,
+    ) -> str:
+        """Also serve clients who come to this address. Returns it with its real port. Call it before ``serve``.
 
         Args:
-            address: ``ipc://PATH``, a Unix socket of this host, or ``tcp://HOST:PORT`` for other hosts.
-            loop: The loop that serves it, shared with other servers; None: one of its own.
+            address: ``ipc://PATH``, a Unix socket of this host, or ``tcp://HOST:PORT`` for other hosts, which the rest
+                is about.
             keys: Clients must know the public one; all traffic is encrypted.
             insecure: Listen without keys: any process that can reach the address can read and change all values.
             liveness: How long a client may be silent before it counts as gone.
@@ -40,44 +70,22 @@ class SocketServer:
             OSError: the address can't be bound.
             ConfigError: it is no address, or keys are missing.
         """
-        self._loop = loop or ServingLoop()
-        self._readiness = self._loop.readiness
-        self._handler: Handler | None = None
-        self._routes: dict[str, set[Route]] = {}
-        self._watched: set[int] = set()
-        self._attended: dict[int, Ready] = {}
-        self._last_acts: list[Callable[[], None]] = []
-        try:
-            self._listener: Listener
-            if address.startswith("tcp://"):
-                if keys is None and not insecure:
-                    raise ConfigError(
-                        f"a server at {address} needs keys: write_keys() makes some. Or pass insecure=True."
-                    )
-                from transfer_queue.transport.tcp_listener import TcpListener
+        listener: Listener
+        if address.startswith("tcp://"):
+            if keys is None and not insecure:
+                raise ConfigError(f"a server at {address} needs keys: write_keys() makes some. Or pass insecure=True.")
+            from transfer_queue.transport.tcp_listener import TcpListener
 
-                self._listener = TcpListener(address, self._readiness, self, keys, liveness)
-            else:
-                self._listener = UnixListener(address, self._readiness, self)
-        except BaseException:
-            if loop is None:
-                self._loop.close()
-            raise
-        self.address = self._listener.address
-        self._loop.add(self)
-
-    def also_at(self, address: str, keys: ServerKeys | None) -> SocketServer:
-        """Make a server at another address, served by the same thread. ``keys`` None: without encryption."""
-        return SocketServer(address, self._loop, keys, insecure=keys is None)
-
-    def on_turn(self, turned: Callable[[float], None]) -> None:
-        """After each turn of the loop, call this with the seconds that it took."""
-        self._loop.turned = turned
+            listener = TcpListener(address, self._readiness, self, keys, liveness)
+        else:
+            listener = UnixListener(address, self._readiness, self)
+        self._listeners.append(listener)
+        return listener.address
 
     # ---- other events ----
 
-    def watch(self, pid: int, namespace: int | None, ended: Ready) -> Callable[[], None]:
-        """Call ``ended(now)`` once when that process ends; never, if it can't be watched from here.
+    def watch(self, pid: int, namespace: int | None, ended: Callable[[], None]) -> Callable[[], None]:
+        """Call ``ended`` once when that process ends; never, if it can't be watched from here.
 
         Returns a function that stops watching: call it in the serving thread.
         """
@@ -85,69 +93,75 @@ class SocketServer:
         if descriptor is None:
             return lambda: None
         if descriptor < 0:
-            self._act(ended)
+            guarded(ended)
             return lambda: None
 
-        def end(now: float) -> Iterable[Outgoing]:
+        def end() -> None:
             stop()
-            return ended(now)
+            ended()
 
         def stop() -> None:
             if dismiss():
                 self._watched.discard(descriptor)
-                close_descriptor(descriptor)
+                os.close(descriptor)
 
         dismiss = self.attend(descriptor, end)
         self._watched.add(descriptor)
         return stop
 
-    def attend(self, descriptor: int, ready: Ready) -> Callable[[], bool]:
-        """Call ``ready(now)`` in the serving thread whenever this descriptor is readable, and send what it returns.
+    def attend(self, descriptor: int, ready: Callable[[], None]) -> Callable[[], bool]:
+        """Call ``ready`` in the serving thread whenever this descriptor is readable.
 
         Returns a function that stops attending, and says whether it did so now: call it in the serving thread, before
         the descriptor is closed. Idempotent.
         """
-        self._readiness.add(descriptor, lambda _: self._act(ready))
-        self._attended[descriptor] = ready
-        return lambda: self._dismiss(descriptor, ready)
 
-    def _dismiss(self, descriptor: int, ready: Ready) -> bool:
-        if self._attended.get(descriptor) is not ready:  # it has stopped, and the number may now mean another file
-            return False
-        del self._attended[descriptor]
-        self._readiness.remove(descriptor)
-        return True
+        def act(_: int) -> None:
+            ready()
+
+        self._readiness.add(descriptor, act)
+        return lambda: self._readiness.dismiss(descriptor, act)
 
     # ---- serving ----
 
-    def open(self, handler: Handler) -> None:
-        """Set the handler; the loop may run from then on."""
-        self._handler = handler
-
     def serve(self, handler: Handler) -> None:
-        """Answer until ``stop``, then close everything of the loop."""
-        self.open(handler)
-        self._loop.run()
+        """Answer until ``stop``, then close everything."""
+        self._handler = handler
+        try:
+            while not self._stopping:
+                self._turn(handler)
+        finally:
+            self.close()
 
     def stop(self) -> None:
         """Make ``serve`` return; from any thread, or a signal handler."""
-        self._loop.stop()
+        self._stopping = True
+        with self._lock:  # otherwise the serving thread might close the descriptor in between
+            if not self._closed:
+                os.eventfd_write(self._wake, 1)
 
-    def next_deadline(self) -> float | None:
-        """The earlier deadline of the handler and the listener."""
-        own, listeners = self._opened().next_deadline(), self._listener.next_deadline()
-        return own if listeners is None else listeners if own is None else min(own, listeners)
+    def _turn(self, handler: Handler) -> None:
+        deadlines = [handler.next_deadline(), *(each.next_deadline() for each in self._listeners)]
+        due = min((at for at in deadlines if at is not None), default=math.inf)
+        began = None
+        for act, ready in self._readiness.wait(max(0.0, due - time.monotonic())):
+            began = began or time.monotonic()
+            guarded(act, ready)
+        if due <= (now := time.monotonic()):
+            began = began or now
+            guarded(self._expire, handler, now)
+        if began is not None:
+            self.turned(time.monotonic() - began)
 
-    def expire(self, now: float) -> None:
-        """Do what is due."""
-        handler = self._opened()
+    def _expire(self, handler: Handler, now: float) -> None:
         at = handler.next_deadline()
         if at is not None and at <= now:
             self._act(handler.expire)
-        self._listener.expire(now)
+        for listener in self._listeners:
+            listener.expire(now)
 
     def _opened(self) -> Handler:
-        assert self._handler is not None, "the loop runs without a handler"
+        assert self._handler is not None, "nothing is delivered before ``serve``"
         return self._handler
 
     def _answer(self, envelope: Envelope, header: bytes, frames: list[memoryview]) -> None:
@@ -192,20 +206,26 @@ class SocketServer:
     # ---- the end ----
 
     def at_close(self, act: Callable[[], None]) -> None:
-        """Run this when the loop closes, in the serving thread, while ``attend`` still works."""
+        """Run this when the server closes, in the serving thread, while ``attend`` still works."""
         self._last_acts.append(act)
 
     def close(self) -> None:
-        """Close everything of the loop, in the serving thread or if it never served. Idempotent."""
-        self._loop.close()
-
-    def release(self) -> None:
-        """The loop closes."""
+        """Close everything, in the serving thread or if it never served. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
         for act in self._last_acts:
             act()
         for descriptor in self._watched:
-            close_descriptor(descriptor)
+            os.close(descriptor)
         self._watched.clear()
-        self._attended.clear()
         self._routes.clear()
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
+        self._readiness.close()
+        os.close(self._wake)
+
+
+def _nothing(_: float) -> None:
+    """Waking up is enough."""

@@ -23,7 +23,7 @@ import msgspec
 from transfer_queue import protocol as p
 from transfer_queue.config import FullConfig, typed
 from transfer_queue.errors import ClosedError, ProtocolError, QueueUnreachableError, TransferQueueError, from_wire
-from transfer_queue.transport.base import Buffer, Peer, PeerCall, RawReply
+from transfer_queue.transport.base import CONFIRM, Buffer, Peer, PeerCall, RawReply
 from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.caller import SocketCaller
 from transfer_queue.utils.machine import pid_namespace
@@ -130,7 +130,9 @@ class Session:
 
     async def cancel(self, call: int) -> None:
         """Cancel a call that the controller has answered and keeps."""
-        await self.post(self.controller, p.Cancel(self.number(), call))
+        with contextlib.suppress(TransferQueueError):
+            message = p.encode_request(p.Cancel(self.number(), call))
+            await self.caller.post(PeerCall(self.controller, message), CONFIRM)
 
     # ---- the controller ----
 

@@ -25,7 +25,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from transfer_queue.errors import QueueUnreachableError
-from transfer_queue.transport.base import Buffer, Liveness, Peer
+from transfer_queue.transport.base import CONFIRM, NOBODY_WAITS, Buffer, Liveness, Peer
 from transfer_queue.transport.connections import absent, gone, no_address, unconnected
 from transfer_queue.transport.descriptors import Descriptors
 from transfer_queue.transport.framing import FramingError, Message
@@ -50,6 +50,7 @@ class TcpConnection:
     """See ``Connection``. All connections of a caller to one peer share a link, which distinguishes them by number."""
 
     unsent = False
+    settled = True  # the links' thread sends and receives, whether calls wait or not
 
     def __init__(self, links: TcpLinks, link: _Link, number: int) -> None:
         self.peer = link.peer
@@ -70,7 +71,7 @@ class TcpConnection:
     def send(self, number: int, header: bytes, frames: Sequence[Buffer] = ()) -> None:
         if self._link.error is not None:
             raise self._broken(self._link.error)
-        number = number and self._number << _ID_BITS | number
+        number = NOBODY_WAITS if number == CONFIRM else number and self._number << _ID_BITS | number
         if sum(memoryview(frame).nbytes for frame in frames) <= AT_ONCE_NBYTES:
             self._link.outbox.extend(list(pack(number, header, frames)))  # one step: the parts stay together
         else:

@@ -19,7 +19,7 @@ from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
 
 from transfer_queue.errors import ConfigError, QueueUnreachableError
-from transfer_queue.transport.base import NOBODY_WAITS, Arrivals, Buffer, Envelope, Outgoing, Peer
+from transfer_queue.transport.base import CONFIRM, NOBODY_WAITS, Arrivals, Buffer, Envelope, Outgoing, Peer
 from transfer_queue.transport.connections import gone, no_address, unconnected
 from transfer_queue.transport.descriptors import READ, WRITE, closed_in_children
 from transfer_queue.transport.framing import FramingError, Inbound, Message, Outbound, encode
@@ -58,10 +58,15 @@ class UnixConnection:
         self._greeting: list[Buffer] = encode(NOBODY_WAITS, client.encode())
         self._inbound = Inbound()
         self._outbound = Outbound()
+        self._unconfirmed = 0
 
     @property
     def unsent(self) -> bool:
         return bool(self._outbound)
+
+    @property
+    def settled(self) -> bool:
+        return self.broken or not (self._unconfirmed or self._outbound)
 
     def send(self, number: int, header: bytes, frames: Sequence[Buffer] = ()) -> None:
         parts = encode(number, header, frames)
@@ -72,6 +77,7 @@ class UnixConnection:
         except OSError as error:
             raise self._broken() from error
         self._greeting = []
+        self._unconfirmed += number == CONFIRM
 
     def flush(self) -> None:
         try:
@@ -84,7 +90,8 @@ class UnixConnection:
 
     def receive(self) -> list[Message]:
         try:
-            return self._inbound.receive(self._socket)
+            messages = self._inbound.receive(self._socket)
+            return self._without_confirmations(messages) if self._unconfirmed else messages
         except BlockingIOError:
             return []
         except FramingError as error:
@@ -92,6 +99,11 @@ class UnixConnection:
             raise QueueUnreachableError(f"{self.peer.name} at {self.peer.address} sent {error}") from error
         except (EOFError, OSError) as error:
             raise self._broken() from error
+
+    def _without_confirmations(self, messages: list[Message]) -> list[Message]:
+        others = [message for message in messages if message.number != CONFIRM]
+        self._unconfirmed -= len(messages) - len(others)
+        return others
 
     def _broken(self) -> QueueUnreachableError:
         self.broken = True
@@ -135,6 +147,9 @@ class UnixRoute:
             if self._client is None:
                 self._client = header.decode(errors="replace")
                 server.joined(self._client, self)
+            elif number == CONFIRM:
+                server.deliver(Envelope(self._client, NOBODY_WAITS, self), header, frames)
+                self.send(Outgoing(Envelope(self._client, CONFIRM, self), b""))
             else:
                 server.deliver(Envelope(self._client, number, self), header, frames)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import select
 import socket
 from pathlib import Path
 
@@ -80,7 +79,7 @@ def open_process(pid: int | None, namespace: int | None) -> int | None:
 
     The caller closes it. A pid of another namespace (another host or container) can't be watched.
     """
-    if pid is None or namespace is None or namespace != pid_namespace() or not hasattr(os, "pidfd_open"):
+    if pid is None or namespace is None or namespace != pid_namespace():
         return None
     try:
         return os.pidfd_open(pid)
@@ -88,20 +87,3 @@ def open_process(pid: int | None, namespace: int | None) -> int | None:
         return -1
     except OSError:
         return None
-
-
-def has_ended(descriptor: int | None) -> bool:
-    """Return whether the process of ``open_process`` has ended; False if it can't be watched."""
-    if descriptor is None:
-        return False
-    if descriptor < 0:
-        return True
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(0))
-
-
-def close_descriptor(descriptor: int | None) -> None:
-    """Close what ``open_process`` returned."""
-    if descriptor is not None and descriptor >= 0:
-        os.close(descriptor)

@@ -48,11 +48,6 @@ class ZMQServerInfo(msgspec.Struct):
         return Peer(name, next(iter(self.ports.values())))
 
 
-def local_server(role: str, server_id: str, socket_name: str, address: str, pid: int) -> ZMQServerInfo:
-    """A server that is a process of this host."""
-    return ZMQServerInfo(role, server_id, "localhost", {socket_name: address}, pid)
-
-
 def process_zmq_server_info(handlers: Any) -> Any:
     """Ask servers that are Ray actors for their addresses.
 

@@ -69,8 +69,17 @@ def parked(*sizes: int) -> Room:
         ((8, 3, 3, 3), [(7, "bc"), (7, ""), (8, "a"), (3, "d")]),
         ((8, 2, 0), [(0, "c")]),
         ((8, 4, 3, 3), [(3, "c"), (3, "")]),
+        ((4, 9, 3, 3), [(3, "c"), (3, "")]),
+        ((4, 9, 5), [(3, "")]),
     ],
-    ids=["in order of arrival", "as much as the size of the first one", "without room", "each one counts for itself"],
+    ids=[
+        "in order of arrival",
+        "as much as the size of the first one",
+        "without room",
+        "each one counts for itself",
+        "a large one allows no more than the one before it",
+        "no more than is free",
+    ],
 )
 def test_what_fits_goes_and_overtakes_no_more_than_the_size_of_a_wait(sizes, admitted):
     room = taking(parked(*sizes), sizes)
@@ -99,6 +108,13 @@ def test_a_size_may_change_while_its_call_waits():
     room.free = 2
     room.calls.waits.resize(first, 2)
     assert room.go_on()[0] == "a"
+
+
+def test_one_that_leaves_makes_way_for_those_that_must_not_overtake_it():
+    room = taking(parked(20, 6, 5, 5), (20, 6, 5, 5))
+    assert (room.admit(5), room.admit(5)) == ("c", "")
+    room.calls.cancel("c", ord("b"))
+    assert room.go_on() == "d"
 
 
 @settings(max_examples=100, deadline=None, print_blob=True)
@@ -167,6 +183,22 @@ def test_the_next_one_has_its_turn_when_the_first_is_answered_or_cancelled():
     assert (room.go_on(), room.examined) == ("", "ABC")
 
 
+def test_one_that_is_due_when_it_comes_is_examined_at_once():
+    room = Room()
+    room.park("a")
+    room.park("b", due=True)
+    assert room.examined == "b"
+
+
+def test_one_that_is_cancelled_when_it_was_woken_is_not_examined():
+    room = Room()
+    for name in "abc":
+        room.park(name)
+    room.calls.waits.wake(("q",))
+    room.calls.cancel("c", ord("b"))
+    assert (room.go_on(), room.examined) == ("", "Ac")
+
+
 def test_a_lower_order_is_in_front_of_those_that_came_before_it():
     room = Room()
     for name, order in [("a", 2.0), ("b", 1.0), ("c", 1.0)]:
@@ -198,6 +230,23 @@ def test_nothing_is_examined_because_turns_end_and_a_deadline_examines_its_own_w
     assert (room.examined, room.calls.next_deadline()) == ("", 3.0)
     assert (room.go_on(3.0), room.examined, room.calls.next_deadline()) == ("b", "b", 5.0)
     assert (room.go_on(5.0), room.calls.next_deadline()) == ("a", None)
+    assert not room.calls.waits.has(("q",)), "nothing is left of them"
+
+
+def test_each_has_its_own_deadline_however_many_were_cancelled_and_these_take_no_room():
+    room, deadlines = Room(), {number: float(number * 37 % 400) for number in range(1, 400)}
+    for number, deadline in deadlines.items():
+        room.park(chr(number), deadline=deadline)
+    for number in [number for number in deadlines if number % 5]:
+        room.calls.cancel("c", number)
+        del deadlines[number]
+    for number in range(400, 500):
+        room.park(chr(number), deadline=1000.0)
+        room.calls.cancel("c", number)
+    assert len(room.calls.waits._deadlines) <= 64 + 2 * len(deadlines)
+    for number, deadline in sorted(deadlines.items(), key=lambda each: each[1]):
+        assert room.calls.next_deadline() == deadline
+        assert room.go_on(deadline) == chr(number)
 
 
 @pytest.mark.parametrize("count", [1, 33, 700])
@@ -215,6 +264,15 @@ def test_all_get_their_turn_though_each_turn_is_short_and_all_are_woken_again_in
         room.go_on()
         turns += 1
         assert turns <= count, "the last ones starve"
+
+
+def test_a_turn_examines_no_more_than_it_has_time_for():
+    room = Room(looks=4)
+    for number in range(50):
+        room.park(chr(ord("a") + number))
+    room.calls.waits.wake(("q",))
+    room.go_on()
+    assert 1 <= len(room.examined) <= 8
 
 
 def test_work_that_takes_more_turns_holds_up_no_other_wait():

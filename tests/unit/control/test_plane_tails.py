@@ -322,8 +322,46 @@ def test_a_finite_stream_that_went_quiet_ends_with_a_short_batch(plane):
     assert isinstance(fetch(plane, 2, finite=True, now=11.0), p.NotReady)
     park(plane, 2, finite=True, now=11.0, wait_s=0.5)
     assert isinstance(plane.expire(11.5)[0].reply, p.NotReady)
-    park(plane, 2, finite=True, now=11.5, wait_s=0.5)
+    park(plane, 2, finite=True, now=11.5)
+    assert plane.next_deadline() == 12.0
     assert batches(plane.expire(12.0)) == [(ACTOR, [2])]
+
+
+def test_each_publish_begins_the_quiet_time_of_a_finite_stream_anew(plane):
+    put(plane, 1, now=10.0)
+    park(plane, 3, 0, 0, finite=True, now=10.0)
+    park(plane, 3, 0, 1, finite=True, now=10.0)
+    put(plane, 1, now=11.5)
+    assert (plane.expire(12.0), plane.next_deadline()) == ([], 13.5)
+    assert batches(plane.expire(13.5)) == [(ACTOR, [0, 1])]
+
+
+def test_a_finite_stream_counts_its_quiet_time_from_the_last_publish_whenever_it_comes(plane):
+    put(plane, 1, now=10.0)
+    assert batch(plane, 2, finite=True, now=12.0) == [0]
+
+
+@pytest.mark.parametrize("what", ["published", "given up"])
+def test_a_finite_stream_is_never_quiet_while_a_write_is_under_way(plane, what):
+    first = put(plane, 1, now=10.0)
+    held = reserve(plane, 1, now=10.0)
+    park(plane, 3, finite=True, now=10.0)
+    assert (plane.expire(12.0), plane.next_deadline()) == ([], 110.0)
+    if what == "published":
+        publish(plane, held, now=20.0)
+        assert batches(plane.expire(22.0)) == [(ACTOR, first + held)]
+    else:
+        assert batches(plane.client_gone(ROLLOUT, now=20.0)) == [(ACTOR, first)]
+
+
+def test_the_quiet_time_ends_the_wait_of_all_who_read_a_finite_stream(plane):
+    put(plane, 1, now=10.0)
+    for _ in range(3):
+        park(plane, 2, finite=True, now=10.0)
+    first, *others = plane.expire(12.0)
+    assert batches([first]) == [(ACTOR, [0])]
+    assert [ended(to.reply) for to in others] == [("consumed", 0)] * 2
+    assert plane.next_deadline() is None
 
 
 def test_an_endless_stream_never_ends_by_itself(plane):

@@ -98,6 +98,18 @@ def test_a_put_that_waits_for_a_save_holds_up_no_other_put(make_plane):
     assert reserve(plane, 2) == [1, 2]
 
 
+def test_a_put_by_key_that_gets_room_while_values_that_it_replaces_are_saved_waits_for_that_too(make_plane):
+    plane = make_plane(capacity=2)
+    samples = indexes(ask(plane, ROLLOUT, p.ResolveKeys, "p", ["u"], True, True))
+    publish(plane, samples, "x")
+    other = put(plane, 1)
+    assert ask(plane, REWARDER, p.ResolveKeys, "p", ["u", "v"], True, True, {}, 9.0, ["x"]) is None, "there is no room"
+    frozen = ask(plane, SAVER, p.Freeze)
+    assert [to.client for to in send(plane, ACTOR, p.ClearSamples, "p", p.pack_indexes(other))] == [ACTOR]
+    (_, answer) = send(plane, SAVER, p.Thaw, frozen.id)
+    assert (answer.client, indexes(answer.reply)) == (REWARDER, [*samples, 2])
+
+
 def test_a_put_that_waits_for_a_save_in_vain_is_told_so(plane):
     mine = p.pack_indexes(put(plane, 2))
     ask(plane, SAVER, p.Freeze)
@@ -159,3 +171,17 @@ def test_a_writer_that_never_says_what_became_of_its_put_holds_up_a_save_for_so_
     assert isinstance(answer.reply, p.Frozen)
     assert ask(plane, CRITIC, p.CheckFields, "p", mine, {"x": INT}, 99.0) is None
     assert plane.next_deadline() == 99.0
+
+
+@pytest.mark.parametrize("what", ["new field", "new key"])
+def test_a_save_waits_for_a_put_of_what_another_has_put_since_it_began(plane, what):
+    """When it began there was nothing to replace."""
+    if what == "new field":
+        begin: Any = (p.CheckFields, "p", p.pack_indexes(put(plane, 1)), {"r": INT})
+    else:
+        begin = (p.ResolveKeys, "p", ["u"], True, True, {"r": INT}, 9.0, ["r"])
+    first, second = ask(plane, REWARDER, *begin), ask(plane, CRITIC, *begin)
+    ask(plane, CRITIC, p.Publish, "p", p.pack_indexes([0]), {"r": INT}, completes=second.id)
+    assert ask(plane, SAVER, p.Freeze, 9.0) is None
+    replies = send(plane, REWARDER, p.Publish, "p", p.pack_indexes([0]), {"r": INT}, completes=first.id)
+    assert [(to.client, type(to.reply)) for to in replies] == [(REWARDER, p.Published), (SAVER, p.Frozen)]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transfer_queue.dataloader.batch_stream import BatchStream
+from transfer_queue.dataloader.batch_stream import batch_stream
 from transfer_queue.errors import EndOfPartitionError
 
 
@@ -107,14 +107,14 @@ def nothing_left() -> Iterator[None]:
 
 def test_without_prefetching_a_batch_is_requested_when_the_reader_asks_for_it():
     source = Source()
-    batches = iter(BatchStream(source, 0, 1, False))
+    batches = iter(batch_stream(source, 0, 1, False))
     assert (next(batches)[0], next(batches)[0]) == (0, 1)
     assert source.events == ["request 0", "open 0", "request 1", "open 1"]
 
 
 def test_the_next_batch_is_requested_before_a_batch_is_copied():
     source = Source()
-    batches = iter(BatchStream(source, 0, 1, True))
+    batches = iter(batch_stream(source, 0, 1, True))
     assert (next(batches)[0], next(batches)[0]) == (0, 1)
     assert source.events == ["request 0", "request 1", "open 0", "request 2", "open 1"]
     batches.close()
@@ -139,7 +139,7 @@ def test_a_batch_is_not_held_once_it_was_handed_out(prefetch):
         def make(self, index: int) -> Any:
             return Full(index)
 
-    batches = iter(BatchStream(Few(last=2), 0, 1, prefetch))
+    batches = iter(batch_stream(Few(last=2), 0, 1, prefetch))
     for _ in range(3):
         next(batches)
     assert list(batches) == []
@@ -161,7 +161,7 @@ def test_every_batch_comes_once_in_order_and_at_most_one_is_requested_ahead(pref
     )
     if end == "broken":
         source.last = 1 << 30
-    stream, taken = BatchStream(source, 0, stride, prefetch), list[Any]()
+    stream, taken = batch_stream(source, 0, stride, prefetch), list[Any]()
     batches = iter(stream)
 
     def read() -> None:

@@ -23,8 +23,8 @@ from transfer_queue.storage.messages import (
     Columns,
     Commit,
     Delete,
-    Lease,
-    Leased,
+    LeasedMemory,
+    LeaseMemory,
     Read,
     Release,
     Rows,
@@ -123,8 +123,8 @@ class Client:
 
     # ---- memory and steps ----
 
-    def lease(self, pages: int, wait_s: float = 0.0) -> Lease:
-        return Lease(self.number(), pages * PAGE, wait_s=wait_s)
+    def lease(self, pages: int, wait_s: float = 0.0) -> LeaseMemory:
+        return LeaseMemory(self.number(), pages * PAGE, wait_s=wait_s)
 
     def release(self, *calls: int, now: float = 0.0) -> list[Got]:
         return self.tell(Release(self.number(), list(calls)), now)
@@ -170,8 +170,8 @@ class Client:
     def put_leased(self, values: Sequence[int], begin: Any = None, lease: int | None = None, offset: int = 0) -> p.Put:
         """A put of rows of a page each that lie in leased memory; there must be room for the lease."""
         if lease is None:
-            leased = self.one(Lease(self.number(), len(values) * PAGE))
-            assert isinstance(leased, Leased), leased
+            leased = self.one(LeaseMemory(self.number(), len(values) * PAGE))
+            assert isinstance(leased, LeasedMemory), leased
             lease, offset = leased.id, leased.offset
         begin = begin or p.Reserve(self.number(), "p", len(values), specs(PAGE))
         layout = dense_layout("uint8", 1, (PAGE,))
@@ -200,7 +200,7 @@ class Client:
 
 def is_lease(reply: Any) -> bool:
     """Is this memory?"""
-    return isinstance(reply, Leased) and reply.offset >= 0
+    return isinstance(reply, LeasedMemory) and reply.offset >= 0
 
 
 def is_written(reply: Any) -> bool:

@@ -85,6 +85,8 @@ def any_of(hint: Any) -> st.SearchStrategy[Any]:
         return SPECS
     if hint == str | dict[str, Any] | None:
         return SAMPLERS
+    if origin is typing.Literal:
+        return st.sampled_from(args)
     if origin in (types.UnionType, typing.Union):
         return st.one_of(*map(any_of, args))
     if origin is list:
@@ -106,26 +108,74 @@ PLAIN: dict[Any, st.SearchStrategy[Any]] = {
 
 NUMBERS = st.integers(1, 12)
 TASK = st.sampled_from([None, 0, 1])
+TOKEN = st.integers(1, 6)
+TERMS = st.builds(
+    p.Terms,
+    st.integers(1, 2),
+    st.none() | st.just(1),
+    st.none() | SECONDS.map(lambda seconds: seconds or 1.0),
+    st.integers(1, 2),
+    st.integers(1, 2),
+    st.sampled_from([(), ("t",), ("t", "x")]),
+)
+GROUP_SAMPLERS = st.fixed_dictionaries(
+    {
+        "groups": st.integers(1, 2),
+        "ahead": st.integers(0, 1),
+        "order": st.sampled_from(["oldest", "newest", "arrival"]),
+        "max_staleness": st.integers(0, 1),
+        "stale": st.sampled_from(["train", "wait", "drop"]),
+        "gate": st.sampled_from([None, "sum(a) > 0", "count() > 1", "any(a)"]),
+        "balance": st.sampled_from([None, "a"]),
+    }
+).map(lambda kwargs: {"class": "GroupSampler", "kwargs": kwargs})
 BEGINNINGS = st.one_of(
     st.builds(lambda count, wait_s: p.Reserve(1, "p", count, specs(), wait_s), st.integers(1, 3), SECONDS),
     st.builds(lambda first: p.CheckFields(1, "p", p.pack_indexes([first, first + 1]), specs(), 1.0), st.integers(0, 4)),
     st.builds(lambda keys: p.ResolveKeys(1, "p", keys, True, True, specs(), 1.0, ["x"]), st.lists(NAMES, max_size=3)),
+    st.builds(
+        lambda keys, terms: p.ResolveKeys(1, "p", keys, True, True, specs(), 1.0, ["x"], terms),
+        st.lists(NAMES, min_size=1, max_size=3),
+        TERMS,
+    ),
 )
 PUTS = st.builds(
     lambda begin, tags: ("put", begin, tags), BEGINNINGS, st.sampled_from([{}, {0: {"a": 1}}, {0: {"a": "x"}}])
 )
 """Requests that often have an effect."""
+GROUPS = st.one_of(
+    st.builds(p.RegisterTask, NUMBERS, st.just("t"), GROUP_SAMPLERS),
+    st.builds(
+        p.LeaseGroups,
+        NUMBERS,
+        st.sampled_from([["p"], ["p*"]]),
+        st.integers(1, 3),
+        st.booleans(),
+        st.none() | FILTERS,
+        st.sampled_from([1.0, 5.0]),
+        st.sampled_from(["all", "closed", "none"]),
+        SECONDS,
+    ),
+    st.builds(p.RenewLeases, NUMBERS, st.lists(TOKEN, max_size=3), SECONDS),
+    st.builds(p.Advance, NUMBERS, st.sampled_from(["p", "p*"]), st.integers(0, 3), st.booleans()),
+    st.builds(p.RetryGroups, NUMBERS, st.just("p"), st.none() | FILTERS),
+    st.builds(p.RejectGroups, NUMBERS, st.just("p"), SAMPLES),
+)
 USUAL = st.one_of(
     PUTS,
+    PUTS,
+    GROUPS,
+    GROUPS,
     st.builds(p.Fetch, NUMBERS, st.just("p"), st.just("t"), st.just(["x"]), st.integers(1, 3), TASK, TASK,
               wait_s=SECONDS, with_values=st.booleans(), where=st.none() | FILTERS),
     st.builds(p.ClearSamples, NUMBERS, st.just("p"), SAMPLES),
     st.builds(p.Cancel, NUMBERS, NUMBERS),
     st.builds(p.WaitKeys, NUMBERS, st.just("p"), st.none() | FILTERS, st.integers(1, 3), SECONDS),
-    st.builds(messages.Lease, NUMBERS, st.sampled_from([1, PAGE, 3 * PAGE]), wait_s=SECONDS),
+    st.builds(messages.LeaseMemory, NUMBERS, st.sampled_from([1, PAGE, 3 * PAGE]), wait_s=SECONDS),
     st.builds(messages.Write, NUMBERS, SAMPLES, columns(), SECONDS, st.booleans()),
 )  # fmt: skip
 CLIENTS = st.sampled_from(["a", "b", "\0units"])
+STEPS = ["any", "any", "usual", "usual", "usual", "work", "work", "time", "gone"]
 
 
 def requests(front: Front) -> st.SearchStrategy[Any]:
@@ -144,7 +194,7 @@ class Fatal(list[BaseException]):
 
 def a_server(parts: str) -> Front:
     turn = Turn()
-    plane = ControlPlane(PlaneConfig(capacity=6)) if "plane" in parts else None
+    plane = ControlPlane(PlaneConfig(capacity=12)) if "plane" in parts else None
     unit = StorageUnit("u", 4 * PAGE, Arena(8 * PAGE)) if "unit" in parts else None
     front = Front({}, plane, unit, turn=turn)
     front.calls.faults = Fatal()
@@ -159,6 +209,31 @@ def numbered(request: Any, number: int) -> Any:
 def put_of(client: Client, begin: Any, tags: Any) -> Any:
     rows = begin.count if isinstance(begin, p.Reserve) else len(begin.keys) if isinstance(begin, p.ResolveKeys) else 2
     return client.a_put([1] * rows, begin, tags)
+
+
+def begun(front: Front, client: Client, data: st.DataObject) -> None:
+    """A task that draws groups, three groups, and leases of some of them."""
+    client.send(p.RegisterTask(client.number(), "t", data.draw(GROUP_SAMPLERS)))
+    begin = p.ResolveKeys(client.number(), "p", ["a", "b", "x"], True, True, specs(), 0.0, ["x"], data.draw(TERMS))
+    client.send(*put_of(client, begin, {0: {"a": 2}}))
+    client.send(p.LeaseGroups(client.number(), ["p"], 2, data.draw(st.booleans())))
+
+
+def work_of(front: Front, data: st.DataObject) -> Any:
+    """What a worker, or a late one, does with a group that was leased: rows for it, or the end of its lease."""
+    partition = None if front.plane is None else front.plane.state.partitions.get("p")
+    groups = None if partition is None else partition.groups
+    known = (
+        [] if groups is None else [(lease, head) for head, own in groups.live.items() for lease in own.tokens.values()]
+    )
+    lease, head = data.draw(st.sampled_from(known or [(1, 0)]))
+    parts = data.draw(st.sampled_from([[0], [1], [0, 1], []]))
+    members = p.Members(lease, head, parts, data.draw(st.booleans()))
+    how = data.draw(st.sampled_from(["put", "put", "close", "release", "reject"]))
+    if how == "put":
+        begin = p.Reserve(1, "p", data.draw(st.integers(1, 2)) * (len(parts) or 1), specs(), 0.0, members)
+        return "put", begin, data.draw(st.sampled_from([{}, {0: {"a": 1}, 1: {"a": 0}}, {0: {"a": "x"}, 1: {"a": 1}}]))
+    return p.EndLease(1, "p", members, how, "", data.draw(st.sampled_from(["worker", "sample"])))
 
 
 def check(front: Front) -> None:
@@ -183,9 +258,9 @@ def rest(front: Front, now: float) -> None:
 def test_no_requests_break_a_server(parts, data):
     front, now, clients = a_server(parts), 0.0, {}
     any_request = requests(front)
-    for step in data.draw(
-        st.lists(st.sampled_from(["any", "any", "usual", "usual", "time", "gone"]), min_size=15, max_size=40)
-    ):
+    if parts == "plane and unit" and data.draw(st.booleans()):
+        begun(front, clients.setdefault("a", Client(front, "a")), data)
+    for step in data.draw(st.lists(st.sampled_from(STEPS), min_size=15, max_size=60)):
         if step == "time":
             now += data.draw(SECONDS)
             rest(front, now)
@@ -194,7 +269,8 @@ def test_no_requests_break_a_server(parts, data):
         else:
             name = data.draw(CLIENTS)
             client = clients.setdefault(name, Client(front, name))
-            request, frames = data.draw(any_request if step == "any" else USUAL), [bytes(NBYTES)]
+            request = work_of(front, data) if step == "work" else data.draw(any_request if step == "any" else USUAL)
+            frames: list[bytes] = [bytes(NBYTES)]
             if isinstance(request, tuple):
                 request, frames = put_of(client, *request[1:])
             if data.draw(st.sampled_from([True, True, True, False])):

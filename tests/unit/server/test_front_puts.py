@@ -398,3 +398,12 @@ def test_the_steps_of_a_put_may_come_one_by_one(me, other, front):
     assert batch_of(other.send(other.fetch(1))[0]) == {0: 7}, "a reader comes before the commit"
     assert me.one(me.commit(put.id)) == p.Done(3)
     assert held(front).uncommitted_nbytes == 0
+
+
+def test_a_put_over_values_that_comes_twice_has_one_effect(me, other):
+    me.stored([3])
+    put, frames = me.a_put([7], me.check([0]))
+    (answer,) = me.send(put, frames)
+    other.one(*other.a_put([9], other.check([0])))
+    assert me.send(put, frames) == [answer]
+    assert other.values([0]) == {0: 9}

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.unit.storage.unit_kit import LoneUnit, UnitReply
 from transfer_queue.protocol import Failed, Reply, Request, pack_indexes
 from transfer_queue.storage.messages import (
     PAGE_NBYTES,
@@ -17,8 +18,8 @@ from transfer_queue.storage.messages import (
     Commit,
     Delete,
     EndSession,
-    Lease,
-    Leased,
+    LeasedMemory,
+    LeaseMemory,
     Read,
     Release,
     Rows,
@@ -28,13 +29,12 @@ from transfer_queue.storage.messages import (
     whole_pages,
 )
 from transfer_queue.storage.unit.arena import Arena
-from transfer_queue.storage.unit.unit import StorageUnit, UnitReply
 from transfer_queue.storage.wire import ByteArray, Layout, WireColumn, dense_layout
 
 PAGE = PAGE_NBYTES
 
 
-class ArenaUnit(StorageUnit):
+class ArenaUnit(LoneUnit):
     """A unit that keeps all values in its arena."""
 
     def __init__(self, pages: int | None = None, arena_pages: int = 256) -> None:
@@ -54,7 +54,7 @@ class ArenaClient:
     """Its session is known by its name; its calls are numbered from 1."""
 
     def __init__(self, unit: ArenaUnit, name: str) -> None:
-        self.unit: StorageUnit = unit
+        self.unit: LoneUnit = unit
         self.name = name
         self.memory = np.frombuffer(mmap.mmap(unit.arena.descriptor, unit.arena.nbytes), np.uint8)
         self.calls = 0
@@ -64,7 +64,7 @@ class ArenaClient:
         return self.calls
 
     def of_a_unit_without_an_arena(self) -> ArenaClient:
-        self.unit = StorageUnit("u1")
+        self.unit = LoneUnit("u1")
         return self
 
     # ---- requests ----
@@ -79,14 +79,14 @@ class ArenaClient:
         assert (client, answer.id) == (self.name, request.id)
         return answer
 
-    def lease(self, pages: int, indexes: Sequence[int] = (), wait_s: float = 10.0) -> Lease:
-        return Lease(self.number(), pages * PAGE, indexes_of(indexes), ["a"], wait_s)
+    def lease(self, pages: int, indexes: Sequence[int] = (), wait_s: float = 10.0) -> LeaseMemory:
+        return LeaseMemory(self.number(), pages * PAGE, indexes_of(indexes), ["a"], wait_s)
 
     def leased(self, pages: int) -> tuple[int, int]:
         """(call, offset) of a lease for which there must be room."""
         lease = self.lease(pages)
         answer = self.one(lease)
-        assert isinstance(answer, Leased), answer
+        assert isinstance(answer, LeasedMemory), answer
         return lease.id, answer.offset
 
     def view(self, offset: int, nbytes: int) -> ByteArray:
@@ -180,7 +180,7 @@ def bytes_of(wire: WireColumn) -> bytes:
 
 def is_lease(answer: UnitReply, client: str) -> bool:
     """Has this client been given memory?"""
-    return answer.client == client and isinstance(answer.reply, Leased) and answer.reply.offset >= 0
+    return answer.client == client and isinstance(answer.reply, LeasedMemory) and answer.reply.offset >= 0
 
 
 def is_written(reply: Reply) -> bool:
@@ -193,7 +193,7 @@ def refused(answer: Reply, fragment: str, code: str = "ProtocolError") -> None:
     assert fragment in answer.text
 
 
-def of_arena(unit: StorageUnit) -> tuple[int, int, int]:
+def of_arena(unit: LoneUnit) -> tuple[int, int, int]:
     """(pages in use, pages leased, pins)."""
     stats = unit.stats()
     return stats.arena_nbytes // PAGE, stats.leased_nbytes // PAGE, stats.pins

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from tests.unit.storage.unit_kit import LoneUnit
 from transfer_queue.calls import Turn
 from transfer_queue.protocol import Failed, pack_indexes
 from transfer_queue.storage.messages import Columns, Commit, Delete, Packer, Read, Rows, Write, Written, unpack_columns
 from transfer_queue.storage.pack import encode_rows
 from transfer_queue.storage.unit.arena import Arena
 from transfer_queue.storage.unit.spill import SpillFile
-from transfer_queue.storage.unit.unit import StorageUnit
 from transfer_queue.storage.wire import WireColumn, dense_layout
 
 MIB = 1 << 20
@@ -29,7 +29,7 @@ class Spiller:
     def __init__(self, directory: Path, memory: int, disk: int, with_arena: bool = False) -> None:
         self.file = SpillFile(directory, disk)
         arena = Arena(64 * MIB) if with_arena else None
-        self.unit = StorageUnit("u0", memory, arena, file=self.file)
+        self.unit = LoneUnit("u0", memory, arena, file=self.file)
         self.unit.calls.turn = Turn(itertools.count(step=1.0).__next__)
         self.memory, self.calls, self.now = memory, 0, 0.0
         self.values: dict[int, bytes] = {}

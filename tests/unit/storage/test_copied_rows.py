@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transfer_queue.storage.copying import AT_ONCE, Spans, copy_rows, copy_spans, runs
+from transfer_queue.storage.copying import AT_ONCE, Spans, copy_rows, copy_spans
 
 BYTES = np.random.default_rng(0).integers(0, 256, 40 * 40_000 + 8, np.uint8)
 ROW_NBYTES = st.one_of(
@@ -50,15 +49,6 @@ def runs_of_numbers(draw: st.DrawFn, stop: int, most: int) -> list[int]:
         first = draw(st.integers(0, stop - 1))
         numbers += range(first, min(stop, first + draw(st.integers(1, 8))))
     return numbers[:most]
-
-
-@settings(max_examples=100, deadline=None, print_blob=True)
-@given(at=st.lists(st.integers(0, 30), max_size=20))
-def test_runs_are_the_positions_cut_where_they_jump(at):
-    starts, stops = runs(np.array(at, np.int64))
-    cut = [list(range(start, stop)) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
-    assert [n for run in cut for n in run] == at
-    assert all(after[0] != before[-1] + 1 for before, after in pairwise(cut))
 
 
 @settings(max_examples=120, deadline=None, print_blob=True)

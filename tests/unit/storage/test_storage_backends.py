@@ -15,6 +15,7 @@ from tensordict import TensorDict
 import transfer_queue.storage as storage
 from transfer_queue.errors import ConfigError
 from transfer_queue.storage import backends
+from transfer_queue.storage.base import RowsOf
 from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.blocking import run_blocking
@@ -67,8 +68,8 @@ def test_a_registered_backend_needs_only_put_get_and_clear(own, session):
     data = TensorDict({"b": torch.arange(4).view(2, 2), "a": ["x", "y"]}, batch_size=[2])
     meta = SimpleNamespace(global_indexes=[3, 4], field_names=["a", "b"])
     run_blocking(manager.put_data(data, meta))
-    assert run_blocking(manager.get_rows([3, 4], ["b"]))["b"].is_nested
-    assert run_blocking(manager.get_rows([3, 4], ["b"], "dense"))["b"].tolist() == [[0, 1], [2, 3]]
+    assert run_blocking(manager.read(RowsOf([3, 4], ["b"]), None, "jagged"))["b"].is_nested
+    assert run_blocking(manager.read(RowsOf([3, 4], ["b"]), None, "dense"))["b"].tolist() == [[0, 1], [2, 3]]
     run_blocking(manager.clear_rows([3, 4]))
     assert manager.cleared == [3, 4]
     run_blocking(manager.close())

@@ -16,8 +16,8 @@ from transfer_queue.storage.messages import (
     Commit,
     Delete,
     EndSession,
-    Lease,
-    Leased,
+    LeasedMemory,
+    LeaseMemory,
     Packer,
     Read,
     Release,
@@ -37,7 +37,7 @@ def wire(*numbers: int) -> WireColumn:
 
 
 REQUESTS = [
-    Lease(1, 4096, b"12345678", ["a"], 2.5),
+    LeaseMemory(1, 4096, b"12345678", ["a"], 2.5),
     Write(2, b"12345678", Columns([ColumnHeader("a", INT, 1)], [b"table"], 1), 2.5),
     Commit(3, [2]),
     Read(4, b"", ["a"], True),
@@ -61,19 +61,21 @@ def test_columns_are_the_same_after_the_wire():
     assert decode_columns(encode_columns(columns)) == columns
 
 
-@pytest.mark.parametrize("decode", [decode_columns, lambda header: decode_answer(header, Leased)])
-@pytest.mark.parametrize("header", [b"", b"\xc1", b"nonsense", encode(["NoSuchMessage", 1]), encode(["Leased", "x"])])
+@pytest.mark.parametrize("decode", [decode_columns, lambda header: decode_answer(header, LeasedMemory)])
+@pytest.mark.parametrize(
+    "header", [b"", b"\xc1", b"nonsense", encode(["NoSuchMessage", 1]), encode(["LeasedMemory", "x"])]
+)
 def test_what_is_no_message_is_a_protocol_error(decode, header):
     with pytest.raises(ProtocolError, match="can't be decoded"):
         decode(header)
 
 
 def test_an_answer_of_another_kind_is_a_protocol_error_and_a_refusal_is_raised():
-    assert decode_answer(encode(Leased(1, 4096)), Leased) == Leased(1, 4096)
-    with pytest.raises(ProtocolError, match="answered Done, expected Leased"):
-        decode_answer(encode(Done(1)), Leased)
+    assert decode_answer(encode(LeasedMemory(1, 4096)), LeasedMemory) == LeasedMemory(1, 4096)
+    with pytest.raises(ProtocolError, match="answered Done, expected LeasedMemory"):
+        decode_answer(encode(Done(1)), LeasedMemory)
     with pytest.raises(StorageFullError, match="no room"):
-        decode_answer(encode(Failed(1, "StorageFullError", "no room")), Leased)
+        decode_answer(encode(Failed(1, "StorageFullError", "no room")), LeasedMemory)
 
 
 def test_parts_keep_their_positions_and_bytes():

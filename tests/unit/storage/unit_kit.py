@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients of a unit without an arena, each message made by hand."""
+"""A unit without a server, which is handed each request with the time, and its clients without an arena."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from transfer_queue.calls import Turn
+from transfer_queue.calls import Answer, Call, Turn
 from transfer_queue.protocol import Done, Reply, Request, pack_indexes
 from transfer_queue.storage.messages import (
     AskUnitStats,
@@ -25,8 +25,51 @@ from transfer_queue.storage.messages import (
     Write,
     Written,
 )
-from transfer_queue.storage.unit.unit import StorageUnit, UnitReply
+from transfer_queue.storage.unit.unit import StorageUnit
 from transfer_queue.storage.wire import WireColumn, dense_layout
+
+
+class UnitReply(NamedTuple):
+    """An answer, the client it goes to, and its frames."""
+
+    client: str
+    reply: Reply
+    frames: Sequence[Any] = ()
+
+
+class LoneUnit(StorageUnit):
+    """What a front does with the unit of its process, without one."""
+
+    def handle(self, client: str, request: Request, frames: list[memoryview], now: float) -> list[UnitReply]:
+        """Serve one request. Returns its answer, unless it waits for room, and answers to requests that got room."""
+        self.tick(now)
+        return _replies(self.calls.handle(Call(client, request, now, frames), now))
+
+    def expire(self, now: float) -> list[UnitReply]:
+        """Answer requests past their deadline, return memory, and move live rows of mostly dead blocks."""
+        self.trim(now)
+        return _replies(self.calls.expire(now))
+
+    def next_deadline(self) -> float | None:
+        """When ``expire`` has work: minus infinity for at once, None for never."""
+        deadlines = [self.calls.next_deadline(), self.next_trim()]
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    def cancel(self, client: str, number: int, now: float) -> list[UnitReply]:
+        """Cancel this call: free what it wrote, leased or pinned."""
+        self.tick(now)
+        self.calls.cancel(client, number)
+        return _replies(self.calls.work())
+
+    def client_gone(self, client: str, now: float) -> list[UnitReply]:
+        """The client's session has ended. Its uncommitted writes stay until it is known which were published."""
+        self.tick(now)
+        return _replies(self.calls.client_gone(client, now, True))
+
+
+def _replies(answers: list[Answer]) -> list[UnitReply]:
+    return [UnitReply(answer.call.client, answer.reply, answer.values) for answer in answers]
+
 
 Answers = list[tuple[str, Any]]
 """(client, "written 3", "deleted 4: 1", "done 5" or the reply itself)"""
@@ -36,7 +79,7 @@ class Asker:
     """Sends to one unit; its calls are numbered from 1."""
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
-        self.unit = StorageUnit("u0", capacity_bytes)
+        self.unit = LoneUnit("u0", capacity_bytes)
         self.calls = 0
 
     def in_short_turns(self) -> None:

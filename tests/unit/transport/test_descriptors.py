@@ -130,12 +130,6 @@ def test_where_answers_come_soon_again_every_wait_looks_again():
     assert all(world.wait(50e-6) for _ in range(100))
 
 
-def test_nobody_looks_where_the_core_cannot_be_passed_on():
-    world = World()
-    world.spin = Spin(LONGEST_S, lambda: world.now, None)
-    assert (world.wait(0.0), world.looks) == ([], 0)
-
-
 @pytest.mark.parametrize("left_s", [0.0, 0.5 * LONGEST_S])
 def test_a_wait_that_ends_sooner_than_a_look_is_not_made_longer(left_s):
     world = World()

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from transfer_queue.errors import BackendUnavailableError
-from transfer_queue.storage.base import StorageKVClient
 
 
-class YuanrongStorageClient(StorageKVClient):
+class YuanrongStorageClient:
     """Raises BackendUnavailableError when it is created."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -19,18 +18,3 @@ class YuanrongStorageClient(StorageKVClient):
             "was never tested with. Choose SimpleStorage, RayStore or MooncakeStore, or register a StorageKVClient of "
             "your own (transfer_queue.storage.clients.StorageClientFactory)."
         )
-
-    def put(self, keys: list[str], values: list[Any]) -> NoReturn:
-        raise NotImplementedError
-
-    def get(
-        self,
-        keys: list[str],
-        shapes: list[Any] | None = None,
-        dtypes: list[Any] | None = None,
-        custom_backend_meta: list[Any] | None = None,
-    ) -> NoReturn:
-        raise NotImplementedError
-
-    def clear(self, keys: list[str], custom_backend_meta: list[Any] | None = None) -> NoReturn:
-        raise NotImplementedError

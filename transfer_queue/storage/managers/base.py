@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from transfer_queue.errors import ConfigError, InvalidRequestError, StorageKeyNotFoundError, UnsupportedValueError
 from transfer_queue.storage.backends import StorageClientFactory, StorageManagerFactory
-from transfer_queue.storage.base import HasRows, Places, StorageManager
+from transfer_queue.storage.base import HasRows, StorageManager
 from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
 from transfer_queue.storage.wire import IntArray
 from transfer_queue.transport.blocking import off_loop
@@ -40,6 +40,8 @@ class KVStorageManager(StorageManager):
     """
 
     clears_by_field = False
+    client_name: ClassVar[str | None] = None
+    """The client that a subclass uses. None: the section names one."""
 
     def __init__(self, controller_info: Any, config: Mapping[str, Any], zmq_context: Any = None) -> None:
         """``config``: the backend's section, with ``client_name`` and the ``units`` of a running queue.
@@ -47,8 +49,9 @@ class KVStorageManager(StorageManager):
         Raises:
             ConfigError: there is no ``client_name``, or no unit.
         """
+        config = {**config, "client_name": self.client_name or config.get("client_name")}
         super().__init__(controller_info, config, zmq_context)
-        if not config.get("client_name"):
+        if not config["client_name"]:
             raise ConfigError(
                 "Missing client_name: the backend's section must name a client that StorageClientFactory knows."
             )
@@ -80,21 +83,12 @@ class KVStorageManager(StorageManager):
         return data
 
     async def get_data(self, metadata: HasRows) -> TensorDict:
-        return await self.get_rows(metadata.global_indexes, metadata.field_names)
-
-    async def get_rows(
-        self,
-        indexes: Sequence[int],
-        fields: Iterable[str],
-        layout: str | None = None,
-        units: Places | None = None,
-    ) -> TensorDict:
         from transfer_queue.storage.pack import dtype_of
         from transfer_queue.storage.unpack import check_layout, from_rows, unpack
 
-        layout = layout or str(self.config.get("layout") or "jagged")
+        indexes, layout = metadata.global_indexes, self.layout
         check_layout(layout)
-        names, count = sorted(set(fields)), len(indexes)
+        names, count = sorted(set(metadata.field_names)), len(indexes)
         if not names or not count:
             return unpack({}, count, layout)
         found = await self._referred(indexes, names)

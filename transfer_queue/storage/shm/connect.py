@@ -10,30 +10,17 @@ import os
 import socket
 import threading
 from collections.abc import Iterable
-from typing import Literal, TypeAlias
 
-import msgspec
 import numpy as np
 
-from transfer_queue.storage.messages import FILE_SUFFIX, UnitStats, arena_path
+from transfer_queue.storage.messages import Path, arena_path
 from transfer_queue.storage.wire import ByteArray
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.blocking import is_blocking
 
 _BORROW_TIMEOUT_S = 10.0
 _MAX_GREETING_NBYTES = 4096
-
-Path: TypeAlias = Literal["arena", "frames", "undecided"]
-
-
-class SeenStats(UnitStats, frozen=True):
-    """A unit's statistics, and how the asking client's values reach it.
-
-    ``path``: "arena", through memory that both map (except small values); "frames", in messages; "undecided", before
-    this client's first put or get there.
-    """
-
-    path: Path = "undecided"
+_MOST_DESCRIPTORS = 2
 
 
 class UnitConnection:
@@ -65,10 +52,6 @@ class UnitConnection:
         if not self._tried:
             return "undecided"
         return "frames" if self._arena is None else "arena"
-
-    def stats(self, stats: UnitStats) -> SeenStats:
-        """The unit's statistics, with this client's ``path``."""
-        return SeenStats(**msgspec.structs.asdict(stats), path=self.path)
 
     def close(self) -> None:
         """Unmap the arena once nothing refers to it."""
@@ -107,40 +90,31 @@ class MappedArena:
 def map_arena(address: str) -> MappedArena | None:
     """Map the arena of the server at this address. None: another host, switched off, or no mapping possible here."""
     path = arena_path(address)
-    if path is None or not os.path.exists(path):
-        return None
-    memory = _mapped(path)
-    if memory is None or not os.path.exists(path + FILE_SUFFIX):
-        return None if memory is None else MappedArena(memory)
-    file = _mapped(path + FILE_SUFFIX)
-    return None if file is None else MappedArena(memory, file)
-
-
-def _mapped(path: str) -> ByteArray | None:
-    """The memory that the socket at this path lends; None if it can't be mapped here."""
-    borrowed = borrow(path)
+    borrowed = borrow(path) if path is not None and os.path.exists(path) else None
     if borrowed is None:
         return None
-    descriptor, greeting = borrowed
-    nbytes = int.from_bytes(greeting, "little")
+    descriptors, sizes = borrowed
     try:
-        return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8, nbytes)
+        maps = zip(descriptors, np.frombuffer(sizes, "<i8").tolist(), strict=True)
+        return MappedArena(*(np.frombuffer(mmap.mmap(each, nbytes), np.uint8, nbytes) for each, nbytes in maps))
     except (OSError, ValueError, OverflowError):  # for example a limit on addresses; frames work everywhere
         return None
     finally:
-        os.close(descriptor)
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
-def borrow(path: str, timeout_s: float = _BORROW_TIMEOUT_S) -> tuple[int, bytes] | None:
-    """Return a copy of the descriptor, which the caller must close, and the greeting.
+def borrow(path: str, timeout_s: float = _BORROW_TIMEOUT_S) -> tuple[list[int], bytes] | None:
+    """Return copies of the descriptors, which the caller must close, and the greeting.
 
-    None: no process lends one at this path, or it does not answer in time.
+    None: no process lends any at this path, or it does not answer in time.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, contextlib.suppress(OSError):
         connection.settimeout(timeout_s)
         connection.connect(path)
-        greeting, descriptors, _, _ = socket.recv_fds(connection, _MAX_GREETING_NBYTES, 1)
+        greeting, descriptors, _, _ = socket.recv_fds(connection, _MAX_GREETING_NBYTES, _MOST_DESCRIPTORS)
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
         if descriptors:
-            os.set_inheritable(descriptors[0], False)
-            return descriptors[0], greeting
+            return descriptors, greeting
     return None

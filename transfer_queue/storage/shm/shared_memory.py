@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from transfer_queue.errors import ConfigError, InvalidRequestError, QueueUnreachableError, SessionEndedError
@@ -38,7 +39,7 @@ from transfer_queue.storage.messages import (
     encode_columns,
 )
 from transfer_queue.storage.shm.choose import UnitDirectory
-from transfer_queue.storage.shm.connect import SeenStats, UnitConnection, decide_paths
+from transfer_queue.storage.shm.connect import UnitConnection, decide_paths
 from transfer_queue.storage.shm.read import ReadResult
 from transfer_queue.storage.shm.write import MemoryColumns, UnitWrite, UnitWriter
 from transfer_queue.storage.wire import IntArray, PlacedColumns, WireColumn
@@ -61,6 +62,7 @@ class SharedMemoryManager(StorageManager):
     """
 
     clears_by_field = False
+    servers_delete = True
 
     def __init__(self, session: Session | ZMQServerInfo, config: Mapping[str, Any]) -> None:
         super().__init__(session, config)
@@ -102,8 +104,9 @@ class SharedMemoryManager(StorageManager):
     ) -> tuple[bytes, list[Any]]:
         await decide_paths([self._own])
         write = UnitWrite(self._own, slice(0, count), columns, self._inline_nbytes)
-        await self._writer.lease(call, write, pack_indexes(as_indexes(replaced)) if len(replaced) else b"", wait_s)
-        packed, frames = self._writer.packed(write)
+        packed_indexes = pack_indexes(as_indexes(replaced)) if len(replaced) else b""
+        await write.lease(self.session, call, packed_indexes, wait_s, self._timeout_s)
+        packed, frames = write.packed(self.session)
         return encode_columns(packed), frames
 
     async def decode_read(
@@ -168,13 +171,12 @@ class SharedMemoryManager(StorageManager):
         return data
 
     async def get_data(self, metadata: HasRows) -> TensorDict:
-        units = getattr(metadata, "units", None)
-        if units is None and self.front is None and not self._units.is_fixed:
+        if self.front is None and not self._units.is_fixed:
             raise InvalidRequestError(
                 "the queue has several storage units, and this metadata does not say which of them hold the values: "
                 "use the client's get_data()."
             )
-        return await self.read(metadata, units, None)
+        return await self.read(metadata, None, None)
 
     async def read(self, metadata: HasRows, units: Places | None, layout: str | None) -> TensorDict:
         return await self.get_rows(metadata.global_indexes, metadata.field_names, layout, units)
@@ -189,7 +191,7 @@ class SharedMemoryManager(StorageManager):
         layout: str | None = None,
         units: Places | None = None,
     ) -> TensorDict:
-        """See ``StorageManager.get_rows``. ``units``: by field, where the rows lie; None: all in unit 0."""
+        """``read`` without metadata. ``units``: by field, where the rows lie; None: all in unit 0."""
         from transfer_queue.storage.unpack import check_layout, unpack
 
         layout = layout or self.layout
@@ -259,7 +261,7 @@ class SharedMemoryManager(StorageManager):
                 found.setdefault(name, []).append(unpack_indexes(packed))
         return {name: np.unique(np.concatenate(some)) for name, some in sorted(found.items())}
 
-    async def stats(self) -> list[SeenStats]:
+    async def stats(self) -> list[UnitStats]:
         """Statistics of every unit, by their numbers, with the ``path`` of this client's values."""
         units = await self._units.all()
         try:
@@ -270,7 +272,8 @@ class SharedMemoryManager(StorageManager):
             if not await self._units.lost_among(number for number, _ in units):
                 raise
             return await self.stats()
-        return [unit.stats(stats) for (_, unit), stats in zip(units, answers, strict=True)]
+        paths = (unit.path for _, unit in units)
+        return [msgspec.structs.replace(each, path=path) for each, path in zip(answers, paths, strict=True)]
 
     async def close(self) -> None:
         self._units.close()

@@ -15,8 +15,8 @@ from transfer_queue.storage.copying import AT_ONCE, Copies, Copy
 from transfer_queue.storage.messages import (
     Abort,
     Columns,
-    Lease,
-    Leased,
+    LeasedMemory,
+    LeaseMemory,
     Packer,
     Release,
     Write,
@@ -27,7 +27,7 @@ from transfer_queue.storage.messages import (
 )
 from transfer_queue.storage.shm.choose import UnitDirectory
 from transfer_queue.storage.shm.connect import UnitConnection, decide_paths
-from transfer_queue.storage.wire import IntArray, cut
+from transfer_queue.storage.wire import IntArray
 from transfer_queue.transport.session import Session
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _PATIENCE_S = 10.0
 
 
 class UnitWrite:
-    """One unit's share of a write. Call ``lease`` first, unless it returns None; then ``packed``, which copies."""
+    """One unit's share of a write. Call ``lease`` first, then ``packed``, which copies."""
 
     def __init__(self, connection: UnitConnection, rows: slice, columns: MemoryColumns, inline_nbytes: int) -> None:
         """``rows``: those of the write that belong to this unit."""
@@ -63,32 +63,38 @@ class UnitWrite:
         least = least_in_arena(inline_nbytes)
         return {name: nbytes for name, nbytes in sizes.items() if nbytes >= least}
 
-    def lease(self, call: int, wait_s: float, replaced: bytes) -> Lease | None:
-        """The lease to request first. ``replaced``: packed indexes of samples that this write replaces."""
+    async def lease(self, session: Session, call: int, replaced: bytes, wait_s: float, timeout_s: float) -> None:
+        """Lease memory, if it needs some. ``replaced``: packed indexes of samples whose values this write replaces."""
         total = sum(map(whole_pages, self._sizes.values()))
         if not total:
-            return None
+            return
         self.lease_call = call
-        return Lease(call, total, replaced, list(self._columns) if replaced else [], wait_s)
+        lease = LeaseMemory(call, total, replaced, list(self._columns) if replaced else [], wait_s)
+        answers = await session.call_many([(self.connection.peer, lease, ())], timeout_s + wait_s)
+        self._offset = decode_answer(answers[0].header, LeasedMemory).offset
+        if self._offset < 0:
+            self.lease_call = 0  # no address range is left
 
-    def leased(self, offset: int) -> None:
-        """Take the unit's answer; -1: no address range is left."""
-        self._offset = offset
-        if offset < 0:
-            self.lease_call = 0
+    def packed(self, session: Session) -> tuple[Columns, list[Any]]:
+        """Return the message's columns and frames, after a copy into the arena of the columns that lie there."""
+        if not self.lease_call:
+            return self._packed(AT_ONCE)
+        with session.using_memory():
+            copies = Copies(into_mapped=True)
+            made = self._packed(copies)
+            copies.finish()
+        return made
 
-    def packed(self, copy: Copy) -> tuple[Columns, list[Any]]:
-        """Return the message's columns and frames. Arena values are there once ``copy`` is finished."""
+    def _packed(self, copy: Copy) -> tuple[Columns, list[Any]]:
         packer, offset = Packer(), self._offset
         for name, column in self._columns.items():
             nbytes = self._sizes.get(name)
             if nbytes is not None and self.lease_call and self._arena is not None:
-                stored = column.stored_in(self._arena.view(offset, nbytes), self._rows, self._count, copy)
+                stored = column.stored_in(self._arena.view(offset, nbytes), self._rows, copy)
                 packer.add_at(name, slice(0, self._count), stored, offset)
                 offset += whole_pages(nbytes)
                 continue
-            for where, rows in cut(column.wire_column(), self._rows):
-                packer.add(name, where, rows)
+            packer.add(name, slice(0, self._count), column.wire_column().slice(self._rows.start, self._rows.stop))
         return Columns(packer.headers, packer.tables, self.lease_call), packer.frames
 
 
@@ -155,24 +161,6 @@ class UnitWriter:
         most = min(len(units), count)
         fitting = min(most, max(1, -(-nbytes // capacity)))
         return min(most, max(1, -(-_SHARE_OF_UNIT * nbytes // capacity))), fitting
-
-    async def lease(self, call: int, write: UnitWrite, replaced: bytes, wait_s: float) -> None:
-        """Memory for the write, if it needs some. ``replaced``: packed indexes of samples whose values it replaces."""
-        lease = write.lease(call, wait_s, replaced)
-        if lease is not None:
-            asks = [(write.connection.peer, lease, ())]
-            answers = await self.session.call_many(asks, self.timeout_s + wait_s)
-            write.leased(decode_answer(answers[0].header, Leased).offset)
-
-    def packed(self, write: UnitWrite) -> tuple[Columns, list[Any]]:
-        """Copies into the arena the columns that lie there."""
-        if not write.lease_call:
-            return write.packed(AT_ONCE)
-        with self.session.using_memory():
-            copies = Copies(into_mapped=True)
-            made = write.packed(copies)
-            copies.finish()
-        return made
 
 
 def _nobody_takes_it(failed: TransferQueueError | None) -> TransferQueueError:
@@ -262,8 +250,8 @@ class _Attempt:
         own = pack_indexes(self.indexes[rows])
         write = UnitWrite(unit, rows, self.columns, writer.inline_nbytes)
         try:
-            await writer.lease(session.number(), write, own, wait_s)
-            to_store, frames = writer.packed(write)
+            await write.lease(session, session.number(), own, wait_s, writer.timeout_s)
+            to_store, frames = write.packed(session)
             asks = [(unit.peer, Write(self.call, own, to_store, wait_s, self.fresh), frames)]
             answers = await session.call_many(asks, writer.timeout_s + wait_s)
             decode_answer(answers[0].header, Written)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import weakref
@@ -92,12 +91,6 @@ _TRIMMED_NBYTES = 32 * 1024 * 1024
 _SPARSE_FACTOR = 4  # addresses are free and pages come with use: enough that fragmentation never matters
 
 
-def _anonymous_memory() -> int:
-    if not hasattr(os, "memfd_create"):
-        raise OSError(errno.ENOSYS, "this system has no memfd_create")
-    return os.memfd_create("transfer-queue-arena", os.MFD_CLOEXEC)
-
-
 class _Extent(np.ndarray[Any, Any]):
     """Its base is the mapping and not another array, so that every view keeps it alive."""
 
@@ -122,10 +115,10 @@ class Arena:
             nbytes: Size of the address range; None: several times this machine's memory.
             descriptor: Descriptor of a file in place of anonymous memory. It is closed by ``close``, or if this fails.
         Raises:
-            OSError: this system has no memfd_create, or refuses a mapping of this size.
+            OSError: this system refuses such memory, or a mapping of this size.
         """
         self.nbytes = whole_pages(nbytes or _SPARSE_FACTOR * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-        self.descriptor = _anonymous_memory() if descriptor is None else descriptor
+        self.descriptor = os.memfd_create("transfer-queue-arena", os.MFD_CLOEXEC) if descriptor is None else descriptor
         try:
             os.ftruncate(self.descriptor, self.nbytes)
             self._map = mmap.mmap(self.descriptor, self.nbytes)

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from transfer_queue.errors import StorageKeyNotFoundError
 from transfer_queue.storage.messages import FieldColumns, Located
-from transfer_queue.storage.unit.field_blocks import STEP_NBYTES, Block, FieldBlocks
-from transfer_queue.storage.unit.spill import SpillFile, Spilling, Warming, spans_of
-from transfer_queue.storage.wire import Allocate, IntArray, Positions, WireColumn, as_run, distinct, heap
+from transfer_queue.storage.unit.field_blocks import STEP_NBYTES, Block, FieldBlocks, HeldBlocks
+from transfer_queue.storage.unit.spill import SPILL_STEP_NBYTES, SpillFile
+from transfer_queue.storage.wire import Allocate, ByteArray, IntArray, Positions, WireColumn, as_run, distinct, heap
 
 
-class BlockStore:
+class BlockStore(HeldBlocks):
     """Keeps values as received, one block per field and write.
 
     A block that is mostly dead is copied and freed: a small one at once, a large one in steps, by ``move``.
@@ -24,44 +24,12 @@ class BlockStore:
     def __init__(
         self, allocate: Allocate = heap, step_nbytes: int = STEP_NBYTES, file: SpillFile | None = None
     ) -> None:
-        """``allocate``: memory for blocks that are made from others here.
-        ``step_nbytes``: how much is moved at once. ``file``: where blocks may be spilled.
-        """
-        self._allocate = allocate
-        self._step_nbytes = step_nbytes
-        self._file = file
-        self._spilling: tuple[FieldBlocks, Block, Spilling] | None = None
+        """See ``HeldBlocks``."""
+        super().__init__(allocate, step_nbytes, file)
+        self._spilling: Iterator[None] | None = None
         self._no_room_on_disk = False
         self._table = PageTable()
         self._fields: dict[str, FieldBlocks] = {}
-
-    @property
-    def live_nbytes(self) -> int:
-        """Bytes of the values that can still be read."""
-        return sum(field.live_nbytes for field in self._fields.values())
-
-    @property
-    def held_nbytes(self) -> int:
-        """Bytes of all buffers, including dead rows."""
-        return sum(field.held_nbytes for field in self._fields.values())
-
-    @property
-    def spilled_nbytes(self) -> int:
-        """Of ``held_nbytes``, those on disk."""
-        return 0 if self._file is None else sum(field.spilled_nbytes for field in self._fields.values())
-
-    @property
-    def memory_nbytes(self) -> int:
-        """Of ``held_nbytes``, those in memory."""
-        return self.held_nbytes - self.spilled_nbytes
-
-    @property
-    def num_blocks(self) -> int:
-        return sum(field.num_blocks for field in self._fields.values())
-
-    @property
-    def num_values(self) -> int:
-        return sum(field.values for field in self._fields.values())
 
     @property
     def num_samples(self) -> int:
@@ -89,33 +57,18 @@ class BlockStore:
                 covered[positions] = True
             self._table.claim(indexes[covered])
         for name, _, _ in columns:
-            self._fields.setdefault(name, FieldBlocks(self._allocate, self._step_nbytes, self._file))
+            self._fields.setdefault(name, FieldBlocks(self))
         for field in self._fields.values():
             field.grow(self._table.capacity)
         return self._table.find(indexes)
 
-    def read(self, indexes: IntArray, fields: Sequence[str]) -> FieldColumns:
-        """Return these fields of all these indexes, which may repeat and come in any order.
+    def locate(self, indexes: IntArray, fields: Sequence[str]) -> Located:
+        """Return where these fields of all these indexes lie, which may repeat and come in any order.
+
+        Slices mean that one block without dead rows holds all of a field.
 
         Raises:
             StorageKeyNotFoundError: a value was cleared or never written.
-        """
-        if not len(indexes):
-            return []
-        columns: FieldColumns = []
-        for name, field, slots, whole in self._found(indexes, fields):
-            if whole is None:
-                columns += [(name, at, column) for at, column in field.select(slots)]
-            else:
-                column, rows = whole
-                columns.append((name, slice(0, len(slots)), column.slice(rows.start, rows.stop)))
-        return columns
-
-    def locate(self, indexes: IntArray, fields: Sequence[str]) -> Located:
-        """Return where ``read`` finds the values. Slices mean that one block without dead rows holds all of a field.
-
-        Raises:
-            StorageKeyNotFoundError: as ``read`` does.
         """
         located: Located = []
         for name, field, slots, whole in self._found(indexes, fields):
@@ -158,14 +111,6 @@ class BlockStore:
         held = {name: indexes[~field.missing(slots)] for name, field in self._fields.items()}
         return {name: some for name, some in held.items() if len(some)}
 
-    def likely_nbytes(self, indexes: IntArray, fields: Iterable[str]) -> float:
-        """Estimate the bytes of these fields from the blocks that hold the first and the last index."""
-        if not len(indexes):
-            return 0.0
-        ends = [self._table.find_one(int(indexes[at])) for at in (0, -1)]
-        held = [self._fields[name] for name in fields if name in self._fields]
-        return len(indexes) * sum(field.mean_nbytes_near(ends) for field in held)
-
     def delete(self, indexes: IntArray) -> int:
         """Delete all fields of these indexes, skipping unknown ones. Returns the number of values deleted."""
         slots = distinct(self._table.find(indexes))
@@ -178,7 +123,7 @@ class BlockStore:
             field.delete(mine)
             self._table.release(mine)
             deleted += len(mine)
-            if not field.values:
+            if field.is_empty:
                 del self._fields[name]
         return deleted
 
@@ -191,17 +136,18 @@ class BlockStore:
     @property
     def is_moving(self) -> bool:
         """Whether ``move`` has work to do."""
-        return self._spilling is not None or any(field.is_moving for field in self._fields.values())
+        return self._spilling is not None or bool(self.moving)
 
     def move(self) -> None:
         """Make one step: of spilling, or else towards at most half of the held bytes being dead."""
         if self._spilling is not None:
-            self._spill(*self._spilling)
+            try:
+                next(self._spilling)
+            except StopIteration:
+                self._spilling = None
             return
-        for field in self._fields.values():
-            if field.is_moving:
-                field.move()
-                return
+        block, field = next(iter(self.moving.items()))
+        field.move(block)
 
     # ---- spilling ----
 
@@ -211,42 +157,27 @@ class BlockStore:
 
     def start_spilling(self) -> None:
         """Let ``move`` bring the oldest block to the file, if it has room and nothing is on its way there."""
-        if self._file is None or self._spilling is not None or self._no_room_on_disk:
+        if self.file is None or self._spilling is not None or self._no_room_on_disk or not self.in_memory:
             return
-        oldest = [(block.born, field, block) for field in self._fields.values() if (block := field.oldest_in_memory())]
-        if not oldest:
-            return
-        _, field, block = min(oldest, key=lambda each: each[0])
-        target = self._file.allocate(block.column.data.nbytes)
+        block, field = next(iter(self.in_memory.items()))
+        target = self.file.allocate(block.column.data.nbytes)
         if target is None:
             self._no_room_on_disk = True
             return
-        self._spilling = field, block, Spilling(self._file, block.column.data, target)
+        self._spilling = self._spill(self.file, field, block, target)
 
-    def _spill(self, field: FieldBlocks, block: Block, spilling: Spilling) -> None:
-        done = spilling.step() if field.has(block) else False
-        if done is None:
-            self._no_room_on_disk = True
-        if done:
-            field.spilled(block, spilling.target)
-        if done is not False or not field.has(block):
-            self._spilling = None
-
-    def warming(self, indexes: IntArray, fields: Sequence[str], mapped: bool) -> Warming | None:
-        """The bytes on disk that an answer to this read is made of here; None if there are none.
-
-        ``mapped``: the reader copies most of them itself.
-        """
-        if not self.spilled_nbytes or not len(indexes):
-            return None
-        assert self._file is not None
-        spans = [
-            spans_of(column, rows)
-            for _, column, _, rows in self.locate(indexes, fields)
-            if self._file.holds(column.data)
-            and (not mapped or (column.layout.kind == "objects" and not isinstance(as_run(rows), slice)))
-        ]
-        return Warming(spans) if spans else None
+    def _spill(self, file: SpillFile, field: FieldBlocks, block: Block, target: ByteArray) -> Iterator[None]:
+        """Copy a block to the file, where readers find it once all of it is there. Yields between steps."""
+        data = block.column.data
+        for start in range(0, data.nbytes, SPILL_STEP_NBYTES):
+            if start:
+                yield
+            if not field.has(block):
+                return
+            if not file.write(target, start, data[start : start + SPILL_STEP_NBYTES]):
+                self._no_room_on_disk = True
+                return
+        field.spilled(block, target)
 
     def pack(self) -> None:
         """Compact all blocks with dead rows: small ones now, large ones by later calls of ``move``."""
@@ -306,11 +237,6 @@ class PageTable:
 
     def _pages_of(self, names: Iterable[int]) -> IntArray:
         return np.array([self._pages.get(name, -1) for name in names], np.int64)
-
-    def find_one(self, index: int) -> int:
-        """``find`` for a single index."""
-        page = self._pages.get(index >> _PAGE_BITS, -1)
-        return -1 if page < 0 else (page << _PAGE_BITS) | (index & (_PAGE - 1))
 
     def claim(self, indexes: IntArray) -> None:
         """Give these indexes slots. ``keep`` must follow, because a page without values would never be released."""

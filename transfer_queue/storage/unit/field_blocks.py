@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,12 +17,10 @@ from transfer_queue.storage.wire import (
     Positions,
     WireColumn,
     as_run,
-    cut,
     distinct,
     gather,
     groups,
     heap,
-    select,
 )
 
 _SMALL_NBYTES = 64 * 1024
@@ -33,21 +30,16 @@ STEP_NBYTES = 2 * 1024 * 1024
 """Bytes moved per step: a millisecond or less, during which no request is served."""
 
 
-_births = itertools.count()
-
-
 class Block:
     """Rows as received. It never changes, because answers being sent share its memory."""
 
     __slots__ = (
-        "born", "column", "family", "first", "left", "live", "live_nbytes", "number", "on_disk", "row_nbytes", "slots",
-        "stays",
+        "column", "family", "first", "left", "live", "live_nbytes", "number", "on_disk", "slots", "stays",
     )  # fmt: skip
 
     def __init__(self, number: int, column: WireColumn, slots: NDArray[np.int32], run: Positions) -> None:
         """``run``: the slots as ``as_run`` returns them."""
         self.number = number
-        self.born = next(_births)
         self.on_disk = False
         """Its data lies in the spill file."""
         self.family = column.layout.family if column.nbytes < _SMALL_NBYTES else None
@@ -58,8 +50,6 @@ class Block:
         """The slot of row 0 if the slots are consecutive, else None."""
         self.live = column.rows
         self.live_nbytes = column.nbytes
-        self.row_nbytes = column.nbytes / column.rows
-        """The mean over its rows."""
         self.left = 0
         """Rows before this one were moved elsewhere, or are dead."""
         self.stays = False
@@ -70,8 +60,8 @@ class Block:
         return 2 * self.live < self.column.rows or 2 * self.live_nbytes < self.column.nbytes
 
 
-class FieldBlocks:
-    """PageTable passed to a method must not repeat, except in ``add``, ``missing`` and ``select``."""
+class HeldBlocks:
+    """What all fields of a unit hold together, what their blocks are made of, and those that wait for a step."""
 
     def __init__(
         self, allocate: Allocate = heap, step_nbytes: int = STEP_NBYTES, file: SpillFile | None = None
@@ -79,62 +69,65 @@ class FieldBlocks:
         """``allocate``: memory for blocks that are made from others here.
         ``step_nbytes``: how much of a mostly dead block is moved at once. ``file``: where blocks may be spilled.
         """
-        self._allocate = allocate
-        self._step_nbytes = step_nbytes
-        self._file = file
+        self.allocate, self.step_nbytes, self.file = allocate, step_nbytes, file
+        self.held_nbytes = 0
+        """Bytes of all buffers, including dead rows."""
+        self.spilled_nbytes = 0
+        """Of ``held_nbytes``, those on disk."""
+        self.live_nbytes = 0
+        """Bytes of the values that can still be read."""
+        self.num_values = self.num_blocks = 0
+        self.moving: dict[Block, FieldBlocks] = {}
+        """Blocks whose live rows wait for ``move``."""
+        self.in_memory: dict[Block, FieldBlocks] = {}
+        """Blocks that can be spilled, the oldest first."""
+
+    @property
+    def memory_nbytes(self) -> int:
+        """Of ``held_nbytes``, those in memory."""
+        return self.held_nbytes - self.spilled_nbytes
+
+
+class FieldBlocks:
+    """Slots passed to a method must not repeat, except in ``add``, ``missing`` and ``located``."""
+
+    def __init__(self, held: HeldBlocks) -> None:
+        self._held = held
         # -1: no value. Rows of a block that this table does not name are dead.
         self._block_of = np.zeros(0, np.int32)
         self._row_of = np.zeros(0, np.int32)
         self._blocks: dict[int, Block] = {}
         self._free_numbers: list[int] = []
         self._small: dict[Layout, dict[int, Block]] = {}
-        self._moving: dict[int, Block] = {}
-        self._in_memory: dict[int, Block] = {}
-        """Blocks that can be spilled, the oldest first."""
-        self.held_nbytes = 0
-        self.spilled_nbytes = 0
-        """Of ``held_nbytes``, those on disk."""
-        self.live_nbytes = 0
-        self.values = 0
 
     @property
-    def num_blocks(self) -> int:
-        return len(self._blocks)
-
-    @property
-    def is_moving(self) -> bool:
-        """Whether a block's live rows wait for ``move``."""
-        return bool(self._moving)
-
-    def oldest_in_memory(self) -> Block | None:
-        """The oldest block that can be spilled."""
-        return next(iter(self._in_memory.values()), None)
+    def is_empty(self) -> bool:
+        return not self._blocks
 
     def has(self, block: Block) -> bool:
         return self._blocks.get(block.number) is block
 
     def spilled(self, block: Block, data: ByteArray) -> None:
         """All data of the block is now in the spill file, at ``data``."""
-        column = block.column
-        block.column = WireColumn(column.layout, column.rows, data, column.row_meta)
+        block.column = block.column.moved_to(data)
         self._leave_small(block)
         self._count_on_disk(block)
 
     def _count_on_disk(self, block: Block) -> None:
-        self._in_memory.pop(block.number, None)
+        self._held.in_memory.pop(block, None)
         block.on_disk = True
         block.family = None
-        self.spilled_nbytes += block.column.data.nbytes
+        self._held.spilled_nbytes += block.column.data.nbytes
 
     def _gathered(self, selected: Sequence[tuple[WireColumn, Positions]], on_disk: bool) -> WireColumn:
         """Copy these rows into one column. Raises MemoryError if there is no room for it."""
-        if not on_disk or self._file is None:
-            return gather(selected, self._allocate)
+        if not on_disk or self._held.file is None:
+            return gather(selected, self._held.allocate)
         column = gather(selected)
-        data = self._file.stored(column.data)
+        data = self._held.file.stored(column.data)
         if data is None:
             raise MemoryError
-        return WireColumn(column.layout, column.rows, data, column.row_meta)
+        return column.moved_to(data)
 
     def grow(self, capacity: int) -> None:
         """Make room for slots below ``capacity``."""
@@ -155,11 +148,6 @@ class FieldBlocks:
         rows = self._row_of[slots]
         found = [(self._blocks[number], at) for number, at in groups(self._block_of[slots])]
         return sum(block.column.rows_nbytes(rows[at]) for block, at in found if not block.on_disk)
-
-    def mean_nbytes_near(self, slots: Sequence[int]) -> float:
-        """Mean bytes of a value in the blocks that hold these slots; 0 without any."""
-        numbers = {self._block_of.item(slot) for slot in slots if slot >= 0} - {-1}
-        return sum(self._blocks[number].row_nbytes for number in numbers) / max(len(numbers), 1)
 
     def add(self, slots: IntArray, column: WireColumn) -> IntArray:
         """Row i becomes the value of ``slots[i]``; if a slot repeats, its last row counts.
@@ -190,14 +178,6 @@ class FieldBlocks:
         rows = slice(run.start - block.first, run.stop - block.first)
         return (block.column, rows) if rows.stop <= block.column.rows else None
 
-    def select(self, slots: IntArray) -> list[tuple[Positions, WireColumn]]:
-        """Return the values of these slots, which must all have one."""
-        numbers, rows = self._block_of[slots], self._row_of[slots].astype(np.int64)
-        if len(slots) == 1 or (numbers == numbers[0]).all():
-            return cut(self._blocks[int(numbers[0])].column, as_run(rows))
-        found, which = np.unique(numbers, return_inverse=True)
-        return select([self._blocks[n].column for n in found.tolist()], which, rows)
-
     def located(self, slots: IntArray) -> list[tuple[WireColumn, IntArray, IntArray]]:
         """(block, positions in ``slots``, their rows in the block) for every block that holds some of these slots."""
         rows = self._row_of[slots].astype(np.int64)
@@ -224,21 +204,20 @@ class FieldBlocks:
         return [block for block in self._blocks.values() if block.live < block.column.rows and not block.on_disk]
 
     def _compact(self, block: Block) -> None:
-        if block.on_disk and block.row_nbytes > SPILL_STEP_NBYTES:
+        if block.on_disk and block.column.nbytes > SPILL_STEP_NBYTES * block.column.rows:
             return  # one row would be too long a step
         if block.live_nbytes <= self._step_of(block):
             self._rewrite([block])
-        elif block.number not in self._moving and not block.stays:
+        elif block not in self._held.moving and not block.stays:
             block.left = 0
-            self._moving[block.number] = block
+            self._held.moving[block] = self
 
-    def move(self) -> None:
+    def move(self, block: Block) -> None:
         """Move the next live rows of a block with dead ones into a block of their own.
 
         Requests are served between two steps and find each value in one of the two blocks. Without memory, the block
         stays as it is until more of its rows die.
         """
-        block = next(iter(self._moving.values()))
         start, stop = block.left, self._step_end(block.column, block.left, self._step_of(block))
         rows = start + np.flatnonzero(self._lives(block, slice(start, stop)))
         block.left = stop
@@ -247,7 +226,7 @@ class FieldBlocks:
         try:
             column = self._gathered([(block.column, as_run(rows))], block.on_disk)
         except MemoryError:
-            del self._moving[block.number]
+            del self._held.moving[block]
             block.stays = True
             return
         slots = block.slots[rows]
@@ -257,7 +236,8 @@ class FieldBlocks:
         self._insert(slots, as_run(slots), column)
 
     def _step_of(self, block: Block) -> int:
-        return min(self._step_nbytes, SPILL_STEP_NBYTES) if block.on_disk else self._step_nbytes
+        step = self._held.step_nbytes
+        return min(step, SPILL_STEP_NBYTES) if block.on_disk else step
 
     def _step_end(self, column: WireColumn, start: int, nbytes: int) -> int:
         """One past the last row of the step of so many bytes that begins at ``start``."""
@@ -281,8 +261,8 @@ class FieldBlocks:
         nbytes = block.column.rows_nbytes(rows)
         block.live -= len(rows)
         block.live_nbytes -= nbytes
-        self.live_nbytes -= nbytes
-        self.values -= len(rows)
+        self._held.live_nbytes -= nbytes
+        self._held.num_values -= len(rows)
 
     def _lives(self, block: Block, rows: slice) -> NDArray[np.bool_]:
         """True for the rows that are still their slots' values."""
@@ -295,27 +275,31 @@ class FieldBlocks:
         block = self._blocks[number] = Block(number, column, slots.astype(np.int32), run)
         self._block_of[run] = number
         self._row_of[run] = np.arange(column.rows)
-        self.held_nbytes += column.nbytes
-        self.live_nbytes += column.nbytes
-        self.values += column.rows
-        if self._file is not None and self._file.holds(column.data):
+        held, file = self._held, self._held.file
+        held.held_nbytes += column.nbytes
+        held.live_nbytes += column.nbytes
+        held.num_values += column.rows
+        held.num_blocks += 1
+        if file is not None and file.holds(column.data):
             self._count_on_disk(block)
-        elif self._file is not None and column.data.nbytes >= self._file.least_nbytes:
-            self._in_memory[number] = block
+        elif file is not None and column.data.nbytes >= file.least_nbytes:
+            held.in_memory[block] = self
         if block.family is not None:
             self._small.setdefault(block.family, {})[number] = block
         return block
 
     def _remove(self, block: Block) -> None:
         del self._blocks[block.number]
-        self._moving.pop(block.number, None)
-        self._in_memory.pop(block.number, None)
+        held = self._held
+        held.moving.pop(block, None)
+        held.in_memory.pop(block, None)
         if block.on_disk:
-            self.spilled_nbytes -= block.column.data.nbytes
+            held.spilled_nbytes -= block.column.data.nbytes
         self._free_numbers.append(block.number)
-        self.held_nbytes -= block.column.nbytes
-        self.live_nbytes -= block.live_nbytes
-        self.values -= block.live
+        held.held_nbytes -= block.column.nbytes
+        held.live_nbytes -= block.live_nbytes
+        held.num_values -= block.live
+        held.num_blocks -= 1
         self._leave_small(block)
 
     def _leave_small(self, block: Block) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lends a unit's arena, in the server, to clients of the same host: each connection to a socket gets its descriptor."""
+"""Lends a unit's arena, in the server, to clients of its host: each connection to a socket gets the descriptors."""
 
 from __future__ import annotations
 
@@ -7,35 +7,36 @@ import contextlib
 import errno
 import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
-from transfer_queue.storage.messages import FILE_SUFFIX, arena_path
+import numpy as np
+
+from transfer_queue.storage.messages import arena_path
 from transfer_queue.storage.unit.arena import Arena
 from transfer_queue.storage.unit.spill import SpillFile
-from transfer_queue.transport.base import Outgoing, Ready
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.utils.logging_utils import get_logger
 
 _BACKLOG = 512
 _log = get_logger(__name__)
 
-Attend = Callable[[int, Ready], Callable[[], object]]
+Attend = Callable[[int, Callable[[], None]], Callable[[], object]]
 
 
 class Lender:
     """The serving side, in the thread of the server that ``attend`` belongs to."""
 
-    def __init__(self, path: str, attend: Attend, descriptor: int, greeting: bytes) -> None:
-        """``descriptor`` must stay open until ``close``. Raises OSError if the path can't be bound."""
+    def __init__(self, path: str, attend: Attend, descriptors: Sequence[int], greeting: bytes) -> None:
+        """``descriptors`` must stay open until ``close``. Raises OSError if the path can't be bound."""
         self._path = path
-        self._descriptor = descriptor
+        self._descriptors = descriptors
         self._greeting = greeting
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._door.bind(path)
             self._door.listen(_BACKLOG)
             self._door.setblocking(False)
-            self._spare = os.dup(descriptor)
+            self._spare = os.dup(descriptors[0])
             self._stop = attend(self._door.fileno(), self._lend)
         except OSError:
             self._door.close()
@@ -51,17 +52,16 @@ class Lender:
         with contextlib.suppress(OSError):  # its directory has been removed
             os.unlink(self._path)
 
-    def _lend(self, now: float) -> Iterable[Outgoing]:
+    def _lend(self) -> None:
         try:
             connection, _ = self._door.accept()
         except OSError as error:  # the client has left, or no descriptor is free
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._refuse()
-            return ()
+            return
         with connection, contextlib.suppress(OSError):  # the client has left
             connection.setblocking(False)
-            socket.send_fds(connection, [self._greeting], [self._descriptor])
-        return ()
+            socket.send_fds(connection, [self._greeting], list(self._descriptors))
 
     def _refuse(self) -> None:
         """Accept and close one connection with the spare descriptor; otherwise the loop would report it forever.
@@ -73,7 +73,7 @@ class Lender:
         with contextlib.suppress(OSError):
             self._door.accept()[0].close()
             had_spare = True
-            self._spare = os.dup(self._descriptor)
+            self._spare = os.dup(self._descriptors[0])
         if not had_spare:
             self.close()
 
@@ -84,26 +84,21 @@ class Lender:
 
 
 def lend_arena(server: SocketServer, file: SpillFile | None = None) -> Arena | None:
-    """Make an arena that this server lends, and lend ``file``. None: it can't be shared, so values are frames."""
+    """Make an arena that this server lends, with ``file``. None: it can't be shared, so values are frames."""
     path = arena_path(server.address)
     if path is None:
         return None
+    arena = None
     try:
-        arena = _lent(server, path, Arena())
-        if file is not None:
-            _lent(server, path + FILE_SUFFIX, file)
-    except OSError as error:  # no memfd_create, or a limit on addresses
+        arena = Arena()
+        lent = [arena] if file is None else [arena, file]
+        sizes = np.array([each.nbytes for each in lent], "<i8").tobytes()
+        lender = Lender(path, server.attend, [each.descriptor for each in lent], sizes)
+    except OSError as error:  # such as a limit on addresses
         _log.warning("%s shares no memory (%s): values travel as frames, which is slower", server.address, error)
+        if arena is not None:
+            arena.close()
         return None
-    return arena
-
-
-def _lent(server: SocketServer, path: str, arena: Arena) -> Arena:
-    try:
-        lender = Lender(path, server.attend, arena.descriptor, arena.nbytes.to_bytes(8, "little"))
-    except OSError:
-        arena.close()
-        raise
-    server.at_close(lender.close)
-    server.at_close(arena.close)
+    for end in (lender.close, *(each.close for each in lent)):
+        server.at_close(end)
     return arena

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from transfer_queue.calls import Holding, Until
 from transfer_queue.storage.messages import FieldColumns
 from transfer_queue.storage.unit.arena import Arena
-from transfer_queue.storage.wire import ByteArray, IntArray, Positions, WireColumn, as_run, cut
+from transfer_queue.storage.wire import ByteArray, IntArray, as_run, gather
 
 
 class Memory(Holding):
@@ -56,7 +55,7 @@ class StoredRows(Holding):
     outlives_session = True
     __slots__ = ("_delete", "_indexes")
 
-    def __init__(self, indexes: IntArray, delete: Callable[[IntArray], None]) -> None:
+    def __init__(self, indexes: IntArray, delete: Callable[[IntArray], object]) -> None:
         self._indexes, self._delete = indexes, delete
 
     def undo(self) -> bool:
@@ -109,17 +108,11 @@ class RowsToWrite(NamedTuple):
 
     def without(self, indexes: IntArray) -> RowsToWrite:
         """The same write without the rows of these indexes."""
-        kept = ~np.isin(self.indexes, indexes)
-        columns = [(name, where, rest) for name, at, column in self.columns for where, rest in _kept(at, column, kept)]
+        kept, columns = ~np.isin(self.indexes, indexes), []
+        for name, at, column in self.columns:
+            rows = np.flatnonzero(kept[at])
+            if len(rows) == column.rows:
+                columns.append((name, at, column))
+            elif len(rows):
+                columns.append((name, as_run(np.arange(len(kept))[at][rows]), gather([(column, as_run(rows))])))
         return self._replace(columns=columns)
-
-
-def _kept(at: Positions, column: WireColumn, kept: NDArray[np.bool_]) -> list[tuple[Positions, WireColumn]]:
-    """The rows of a column that are kept, and their positions. ``kept``: by position."""
-    rows = np.flatnonzero(kept[at])
-    if len(rows) == column.rows:
-        return [(at, column)]
-    if not len(rows):
-        return []
-    positions = (np.arange(at.start, at.stop) if isinstance(at, slice) else at)[rows]
-    return [(as_run(positions[where]), rest) for where, rest in cut(column, as_run(rows))]

@@ -6,16 +6,13 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-
-import numpy as np
 
 from transfer_queue.errors import ConfigError
 from transfer_queue.storage.messages import PAGE_NBYTES
 from transfer_queue.storage.unit.arena import Arena
-from transfer_queue.storage.wire import ByteArray, IntArray, Positions, WireColumn
+from transfer_queue.storage.wire import ByteArray, WireColumn
 
 SPILL_STEP_NBYTES = 512 * 1024
 """Bytes written or read per step. A slow disk takes some milliseconds for them, during which no request is served."""
@@ -86,69 +83,24 @@ def free_nbytes(folder: Path) -> int:
 
 
 def _unlinked_file(folder: Path) -> int:
-    if hasattr(os, "O_TMPFILE"):
-        with contextlib.suppress(OSError):  # not every file system has it
-            return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    with contextlib.suppress(OSError):  # not every file system has it
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     descriptor, path = tempfile.mkstemp(dir=folder)
     os.unlink(path)
     return descriptor
 
 
-class Spilling:
-    """One block on its way to the file. It stays readable where it was until all of it is there."""
-
-    def __init__(self, file: SpillFile, data: ByteArray, target: ByteArray) -> None:
-        self._file, self._data, self.target = file, data, target
-        self._done = 0
-
-    def step(self) -> bool | None:
-        """Copy the next bytes. Returns whether all are there; None: there is no room on the disk."""
-        stop = min(self._done + SPILL_STEP_NBYTES, self._data.nbytes)
-        if not self._file.write(self.target, self._done, self._data[self._done : stop]):
-            return None
-        self._done = stop
-        return stop == self._data.nbytes
-
-
-class Warming:
-    """Reads bytes of the file a step at a time, so that they are in memory when an answer is made of them."""
-
-    def __init__(self, spans: Iterable[tuple[ByteArray, IntArray, IntArray]]) -> None:
-        """``spans``: data with the starts and stops of what will be needed of it."""
-        self._spans = deque(spans)
-        self._row = 0
-        self._at = 0
-
-    def step(self) -> bool:
-        """Returns whether everything was read."""
-        left = SPILL_STEP_NBYTES
-        for _ in range(_ROWS_PER_STEP):
-            if not self._spans:
-                return True
-            data, starts, stops = self._spans[0]
-            start = max(int(starts[self._row]), self._at)
-            stop = min(int(stops[self._row]), start + left)
-            if stop > start:
+def warm(parts: Iterable[WireColumn]) -> Iterator[None]:
+    """Read these rows of the file, so that they are in memory when an answer is made of them. Yields between steps."""
+    left, rows = SPILL_STEP_NBYTES, 0
+    for part in parts:
+        data, starts = part.data, part.starts
+        for start, end in zip(starts.tolist(), (starts + part.sizes).tolist(), strict=True):
+            while start < end:
+                if not left or rows == _ROWS_PER_STEP:
+                    yield
+                    left, rows = SPILL_STEP_NBYTES, 0
+                stop = min(end, start + left)
                 data[start:stop:PAGE_NBYTES].max()
                 data[stop - 1].item()
-            left -= stop - start
-            self._at = stop
-            if stop >= int(stops[self._row]):
-                self._row, self._at = self._row + 1, 0
-            if self._row == len(starts):
-                self._spans.popleft()
-                self._row = 0
-            if left <= 0:
-                break
-        return not self._spans
-
-
-def spans_of(column: WireColumn, rows: Positions) -> tuple[ByteArray, IntArray, IntArray]:
-    """The bytes of these rows of a block: its data, starts and stops."""
-    if isinstance(rows, slice):
-        ends = np.array([column.start_of(rows.start), column.start_of(rows.stop)], np.int64)
-        return column.data, ends[:1], ends[1:]
-    if column.layout.kind == "dense":
-        starts = rows * column.layout.row_nbytes
-        return column.data, starts, starts + column.layout.row_nbytes
-    return column.data, column.bounds[:-1][rows], column.bounds[1:][rows]
+                left, rows, start = left - (stop - start), rows + 1, stop

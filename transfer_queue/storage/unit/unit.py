@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from transfer_queue.calls import Answer, Call, Calls, Steps, Verb, Wait
+from transfer_queue.calls import Call, Calls, Steps, Verb, Wait
 from transfer_queue.errors import (
     ProtocolError,
     SampleClearedError,
@@ -33,16 +33,17 @@ from transfer_queue.storage.messages import (
     EndSession,
     EndWrite,
     Held,
-    Lease,
-    Leased,
+    LeasedMemory,
+    LeaseMemory,
+    Located,
     Read,
     Release,
     UnitStats,
     Write,
     Written,
-    answer_in_frames,
-    answer_in_place,
+    is_copied_here,
     least_in_arena,
+    rows_answer,
     unpack_columns,
     whole_pages,
 )
@@ -56,19 +57,11 @@ from transfer_queue.storage.unit.session_memory import (
     StoredRows,
     UncommittedWrite,
 )
-from transfer_queue.storage.unit.spill import SpillFile, Warming
-from transfer_queue.storage.wire import ByteArray, IntArray, heap
+from transfer_queue.storage.unit.spill import SpillFile, warm
+from transfer_queue.storage.wire import ByteArray, IntArray, WireColumn, as_run, heap
 
 _MEMORY = ("memory",)
 """Wait queue of leases and writes that need room."""
-
-
-class UnitReply(NamedTuple):
-    """An answer, the client it goes to, and its frames."""
-
-    client: str
-    reply: Reply
-    frames: Sequence[Any] = ()
 
 
 class _ForRoom(Wait):
@@ -108,7 +101,7 @@ class StorageUnit:
         self.put_nbytes = {"message": 0, "memory": 0}
         """Bytes of values committed so far: those that came in messages, and those in leased memory."""
         self.verbs: dict[type[Request], Verb] = {
-            Lease: self._lease,
+            LeaseMemory: self._lease,
             Write: self._write,
             Commit: self._commit,
             Abort: self._abort,
@@ -128,34 +121,6 @@ class StorageUnit:
         calls.waits.with_sizes(_MEMORY, self._free, self._make_room)
         calls.steps.add(Write)
         calls.verbs |= self.verbs
-
-    # ---- entry points of a unit without a server ----
-
-    def handle(self, client: str, request: Request, frames: list[memoryview], now: float) -> list[UnitReply]:
-        """Serve one request. Returns its answer, unless it waits for room, and answers to requests that got room."""
-        self.tick(now)
-        return _replies(self.calls.handle(Call(client, request, now, frames), now))
-
-    def expire(self, now: float) -> list[UnitReply]:
-        """Answer requests past their deadline, return memory, and move live rows of mostly dead blocks."""
-        self.trim(now)
-        return _replies(self.calls.expire(now))
-
-    def next_deadline(self) -> float | None:
-        """When ``expire`` has work: minus infinity for at once, None for never."""
-        deadlines = [self.calls.next_deadline(), self.next_trim()]
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
-
-    def cancel(self, client: str, number: int, now: float) -> list[UnitReply]:
-        """Cancel this call: free what it wrote, leased or pinned."""
-        self.tick(now)
-        self.calls.cancel(client, number)
-        return _replies(self.calls.work())
-
-    def client_gone(self, client: str, now: float) -> list[UnitReply]:
-        """The client's session has ended. Its uncommitted writes stay until it is known which were published."""
-        self.tick(now)
-        return _replies(self.calls.client_gone(client, now, True))
 
     # ---- time ----
 
@@ -247,13 +212,12 @@ class StorageUnit:
 
     def read(self, call: Call, request: Read) -> Reply | Steps:
         """The values, with those that travel in the message as the call's ``values``. The call pins the others."""
-        indexes, fields = unpack_indexes(request.indexes), request.fields
         try:
-            return self._rows_or_wait(call, request, indexes, fields)
+            return self._rows_or_wait(call, request)
         except StorageKeyNotFoundError:
-            if not self._commit_published(indexes, fields):
+            if not self._commit_published(unpack_indexes(request.indexes), request.fields):
                 raise
-            return self._rows_or_wait(call, request, indexes, fields)
+            return self._rows_or_wait(call, request)
 
     def _commit_published(self, indexes: IntArray, fields: Sequence[str]) -> bool:
         """Readers ask for published values only. So a write that has a missing one is published: its commit comes."""
@@ -265,22 +229,30 @@ class StorageUnit:
             self._commit_one(each)
         return bool(found)
 
-    def _rows_or_wait(self, call: Call, request: Read, indexes: IntArray, fields: Sequence[str]) -> Reply | Steps:
+    def _rows_or_wait(self, call: Call, request: Read) -> Reply | Steps:
         """The answer. If it is made of bytes on disk, these are read first, a little each turn."""
-        warming = None
-        if self._file is not None:
-            warming = self._blocks.warming(indexes, fields, self._in_place(request, indexes, fields))
-        return self._rows(call, request, indexes, fields) if warming is None else self._warm(call, request, warming)
+        located = self._blocks.locate(unpack_indexes(request.indexes), request.fields)
+        in_place = self._in_place(request, located)
+        cold = [
+            column.pick(as_run(rows))
+            for _, column, _, rows in located
+            if self._is_on_disk(column) and (not in_place or is_copied_here(column, as_run(rows)))
+        ]
+        return self._warm(call, request, cold) if cold else self._rows(call, located, in_place)
 
-    def _warm(self, call: Call, request: Read, warming: Warming) -> Steps:
-        while not warming.step():
-            yield None
-        return self._rows(call, request, unpack_indexes(request.indexes), request.fields)
+    def _is_on_disk(self, column: WireColumn) -> bool:
+        return self._file is not None and self._file.holds(column.data)
 
-    def _in_place(self, request: Read, indexes: IntArray, fields: Sequence[str]) -> bool:
+    def _warm(self, call: Call, request: Read, cold: Iterable[WireColumn]) -> Steps:
+        yield from warm(cold)
+        located = self._blocks.locate(unpack_indexes(request.indexes), request.fields)
+        return self._rows(call, located, self._in_place(request, located))
+
+    def _in_place(self, request: Read, located: Located) -> bool:
         """Whether the reader copies large values itself."""
-        mapped = request.mapped and self._arena is not None
-        return mapped and self._blocks.likely_nbytes(indexes, fields) > self._inline_nbytes
+        if not request.mapped or self._arena is None:
+            return False
+        return sum(column.rows_nbytes(rows) for _, column, _, rows in located) > self._inline_nbytes
 
     def _offset_of(self, memory: ByteArray) -> int:
         """The offset of this memory in the arena, after which the spill file lies; -1 if it lies elsewhere."""
@@ -290,15 +262,8 @@ class StorageUnit:
             return self._arena.nbytes + on_disk
         return offset
 
-    def _rows(self, call: Call, request: Read, indexes: IntArray, fields: Sequence[str]) -> Reply:
-        if not self._in_place(request, indexes, fields):
-            stored = self._blocks.read(indexes, fields)
-            mapped = request.mapped and self._arena is not None
-            if not mapped or sum(column.nbytes for _, _, column in stored) <= self._inline_nbytes:
-                answer, call.values, _ = answer_in_frames(request.id, stored)
-                return answer
-        located = self._blocks.locate(indexes, fields)
-        answer, call.values, pinned = answer_in_place(request.id, located, self._offset_of)
+    def _rows(self, call: Call, located: Located, in_place: bool) -> Reply:
+        answer, call.values, pinned = rows_answer(call.number, located, self._offset_of if in_place else None)
         if pinned:
             self._num_pins += 1
             self.calls.hold(call, Pin(pinned, self._unpinned))
@@ -315,10 +280,10 @@ class StorageUnit:
 
     # ---- writes ----
 
-    def _lease(self, call: Call, request: Lease) -> Reply | Wait:
+    def _lease(self, call: Call, request: LeaseMemory) -> Reply | Wait:
         self._check_alive(call)
         if self._arena is None:
-            return Leased(request.id, -1)
+            return LeasedMemory(request.id, -1)
         allocate = partial(self._allocate_lease, call, request.nbytes)
         indexes = unpack_indexes(request.indexes)
         return self._when_room(call, indexes, request.fields, request.nbytes, request.wait_s, allocate)
@@ -327,11 +292,11 @@ class StorageUnit:
         assert self._arena is not None
         extent = self._arena.allocate(nbytes)
         if extent is None:
-            return Leased(call.number, -1)
+            return LeasedMemory(call.number, -1)
         self._leased_nbytes += extent.nbytes
         self.calls.hold(call, MemoryLease([extent], self._lease_over))
         self._squeeze()
-        return Leased(call.number, self._arena.offset_of(extent))
+        return LeasedMemory(call.number, self._arena.offset_of(extent))
 
     def _lease_over(self, lease: Memory) -> None:
         self._leased_nbytes -= lease.nbytes
@@ -376,7 +341,7 @@ class StorageUnit:
 
     def _keep_stored(self, call: Call, rows: RowsToWrite) -> None:
         self._store(call, rows)
-        self.calls.hold(call, StoredRows(rows.indexes, self._delete_rows))
+        self.calls.hold(call, StoredRows(rows.indexes, self.delete))
 
     def _keep_aside(self, call: Call, rows: RowsToWrite) -> None:
         for older in self.calls.take(call.client, call.number, UncommittedWrite):
@@ -481,9 +446,6 @@ class StorageUnit:
         self._freed()
         return count
 
-    def _delete_rows(self, indexes: IntArray) -> None:
-        self.delete(indexes)
-
     def _held(self, call: Call, request: AskHeld) -> Reply:
         held = self._blocks.held(unpack_indexes(request.indexes))
         return Held(request.id, {name: pack_indexes(some) for name, some in held.items()})
@@ -580,7 +542,3 @@ class StorageUnit:
 def _cleared(wait: Wait, has_turn: bool) -> Reply:
     error = SampleClearedError("the samples of a put that waited for room were cleared meanwhile.")
     return Failed(wait.owner.number, *to_wire(error))
-
-
-def _replies(answers: list[Answer]) -> list[UnitReply]:
-    return [UnitReply(answer.call.client, answer.reply, answer.values) for answer in answers]

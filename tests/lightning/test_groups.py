@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams of whole groups: what a batch is, when a group's slot is free, heads, versions and resumes."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from producing import rows
+from recorders import Recorder
+
+import transfer_queue as tq
+from lightning_tq import PartitionSwitch, PublishWeights, Stream, TQBatch, TQDataModule
+from transfer_queue import GroupSampler
+from transfer_queue.errors import InvalidRequestError, SamplerError
+
+FIELDS = ["x", "text"]
+Make = Callable[..., TQDataModule]
+MakeTrainer = Callable[..., Trainer]
+
+
+def groups_of(groups: int = 2, partition: str = "train", task: str = "learn", **options: Any) -> Stream:
+    """A stream of whole groups; options of its sampler begin with ``of_``."""
+    own = {name.removeprefix("of_"): options.pop(name) for name in list(options) if name.startswith("of_")}
+    sampler = GroupSampler(groups=groups, **own)
+    return Stream(partition=partition, task=task, fields=FIELDS, sampler=sampler, **options)
+
+
+def add(client: tq.TransferQueueClient, count: int, partition: str = "train", seal: bool = True, **terms: Any) -> None:
+    """Groups q0, q1, ... whose heads have an "image" and a "prompt"."""
+    heads = {
+        "image": torch.arange(count * 3.0).view(count, 3),
+        "prompt": [f"prompt {number}" for number in range(count)],
+    }
+    client.add_groups(heads, partition, keys=[f"q{n}" for n in range(count)], **{"tasks": ["learn"], **terms})
+    if seal:
+        client.seal_partition(partition)
+
+
+def members(key: str, count: int) -> Any:
+    """Rows with the number of their group, so that a test sees whose they are."""
+    return rows(count, start=100 * int(key[1:]))
+
+
+@contextmanager
+def worker(sizes: Callable[[int], int] = lambda number: 2, **asked: Any) -> Iterator[list[tuple[str, Any]]]:
+    """A thread that leases each group and closes it with so many rows. Gives (key, version) of its leases."""
+    client, leased, failed = tq.get_client(), list[tuple[str, Any]](), list[BaseException]()
+    on_lease = asked.pop("on_lease", lambda: None)
+
+    def work() -> None:
+        try:
+            for lease in client.leases(asked.pop("partition", "train"), timeout_s=30, **asked):
+                on_lease()
+                leased.append((lease.key, lease.version))
+                lease.close(members(lease.key, sizes(int(lease.key[1:]))))
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    yield leased
+    thread.join(30)
+    assert failed == []
+
+
+class Steps(Recorder):
+    """Also records the groups of each batch, and what it was given of their heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups: list[list[int]] = []
+        self.heads: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.groups.append((batch.data["x"][:, 0] / 100).int().tolist())
+        self.heads.append(batch.heads)
+        return super().training_step(batch, batch_idx)
+
+
+# ---- batches ----
+
+
+def test_a_batch_is_whole_groups_and_micro_batches_cut_its_rows(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=groups_of(2, micro_batch_size=3))
+    add(dm.client, 4)
+    model = Steps()
+    with worker(sizes=lambda number: number + 1):
+        trainer().fit(model, datamodule=dm)
+    assert model.groups == [[0, 1, 1], [2, 2, 2], [3, 3, 3], [3]]
+
+
+def test_without_micro_batches_a_step_gets_all_rows_of_its_groups(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=groups_of(2, num_batches=2))
+    add(dm.client, 4)
+    model = Steps()
+    with worker(sizes=lambda number: number + 1):
+        trainer().fit(model, datamodule=dm)
+    assert model.groups == [[0, 1, 1], [2, 2, 2, 3, 3, 3, 3]]
+
+
+@pytest.mark.parametrize(("micro", "cut"), [(2, [[2, 1], [2, 2]]), (3, [[2, 1], [3, 1]]), (4, [[3], [4]])])
+def test_ranks_cut_batches_of_different_sizes_into_equally_many_micro_batches(
+    data: Make, micro: int, cut: list[list[int]]
+) -> None:
+    client = data().client
+    client.register_task("learn", GroupSampler(groups=2, dp_size=2), dp_size=2, tail="drop")
+    add(client, 2)
+    with worker(sizes=lambda number: number + 3):
+        pass
+    found = []
+    for rank in range(2):
+        dataset = tq.StreamingDataset(None, None, micro, FIELDS, "train", "learn", dp_rank=rank, dp_size=2)
+        found.append([meta.size for _, meta in dataset])
+        dataset.close()
+    assert found == cut
+
+
+def test_a_rank_with_fewer_rows_than_others_have_micro_batches_says_so(data: Make) -> None:
+    client = data().client
+    client.register_task("learn", GroupSampler(groups=2, dp_size=2), dp_size=2, tail="drop")
+    add(client, 2)
+    with worker(sizes=lambda number: 1 + 7 * number):
+        pass
+    dataset = tq.StreamingDataset(None, None, 2, FIELDS, "train", "learn", dp_rank=0, dp_size=2)
+    with pytest.raises(InvalidRequestError, match="got 1 rows of a round in which another one got 8"):
+        list(dataset)
+    dataset.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"batch_size": 4}, "batch_size=4 has no effect with a GroupSampler"),
+        ({"tail": "pad"}, "would count twice"),
+        ({"head_fields": []}, "head_fields must be a list of field names, at least one"),
+        ({"micro_batch_size": 0}, "micro_batch_size must be an int of at least 1"),
+    ],
+)
+def test_a_stream_of_groups_that_cannot_work_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says):
+        groups_of(2, **options)
+
+
+def test_only_a_task_with_a_group_sampler_needs_no_batch_size(data: Make) -> None:
+    client = data().client
+    with pytest.raises(InvalidRequestError, match="batch_size must be an int of at least 1, got None"):
+        Stream(partition="train", task="sft", fields=["x"])
+    with pytest.raises(InvalidRequestError, match="task 'sft' needs a batch_size"):
+        client.get_meta(["x"], None, "train", task_name="sft")
+    with pytest.raises(SamplerError, match="would count twice"):
+        client.register_task("learn", GroupSampler(groups=2), tail="pad")
+    client.register_task("learn", GroupSampler(groups=2))
+    add(client, 2)
+    with worker():
+        pass
+    assert client.get_meta(["x"], None, "train", task_name="learn").size == 4
+
+
+# ---- slots ----
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_slot_is_free_once_the_step_with_its_group_is_done_and_never_before(
+    data: Make, trainer: MakeTrainer, prefetch: bool, workers: int
+) -> None:
+    dm = data(
+        train=groups_of(2, of_ahead=0, micro_batch_size=1, num_batches=16, prefetch=prefetch, num_workers=workers)
+    )
+    add(dm.client, 8)
+    fit, model = trainer(accumulate_grad_batches=4), Steps()
+    steps: list[int] = []
+    with worker(on_lease=lambda: steps.append(fit.global_step)):
+        fit.fit(model, datamodule=dm)
+    assert [number for batch in model.groups for number in batch] == [n for n in range(8) for _ in range(2)]
+    assert all(done >= group // 2 for group, done in enumerate(steps)), steps
+
+
+def test_the_last_step_of_a_partition_frees_its_slots_for_the_next_one(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=groups_of(2, "train@{epoch}"), ack="never")
+    for epoch in range(3):
+        add(dm.client, 4, f"train@{epoch}")
+    model = Steps()
+    with worker(partition="train@*"):
+        trainer(max_epochs=3).fit(model, datamodule=dm)
+    assert [number for batch in model.groups for number in batch] == [
+        n for _ in range(3) for n in (0, 0, 1, 1, 2, 2, 3, 3)
+    ]
+
+
+def test_a_plain_loader_frees_the_slots_of_a_batch_when_the_loop_asks_for_the_next_one(data: Make) -> None:
+    client = data().client
+    client.register_task("learn", GroupSampler(groups=1, ahead=0))
+    add(client, 3)
+    for workers in (0, 2):
+        dataset = tq.StreamingDataset(None, None, None, FIELDS, "train", "learn", dp_rank=0)
+        loop: list[int] = []
+        done: list[int] = []
+        with worker(on_lease=lambda loop=loop, done=done: done.append(len(loop))):
+            for _, meta in tq.StreamingDataLoader(dataset, num_workers=workers):
+                loop.append(meta.size)
+        dataset.close()
+        assert (loop, [after >= number for number, after in enumerate(done)]) == ([2, 2, 2], [True] * 3)
+        client.clear_partition("train")
+        add(client, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "fits"),
+    [
+        ({"of_ahead": 0}, False),
+        ({"of_ahead": 0, "num_batches": 2}, True),
+        ({"of_ahead": 1}, True),
+        ({"of_stale": "wait", "of_max_staleness": 0}, False),
+    ],
+)
+def test_a_budget_that_no_step_could_start_with_is_refused(
+    data: Make, trainer: MakeTrainer, options: dict[str, Any], fits: bool
+) -> None:
+    dm = data(train=groups_of(2, **options))
+    add(dm.client, 4)
+    model = Steps()
+    if fits:
+        with worker():
+            trainer().fit(model, datamodule=dm)
+        assert len(model.groups) == 2
+    else:
+        with pytest.raises(InvalidRequestError, match="needs 2 batches of 2 groups at once, because Lightning fetches"):
+            trainer().fit(model, datamodule=dm)
+
+
+# ---- versions ----
+
+
+def test_a_lease_has_the_version_that_trains_when_it_is_answered(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=groups_of(2, "train@{epoch}", of_ahead=0, of_max_staleness=0, of_stale="drop", num_batches=2))
+    for epoch in range(2):
+        add(dm.client, 4, f"train@{epoch}")
+    model = Steps()
+    with worker(partition="train@*") as leased:  # it asks before there is a version
+        trainer(max_epochs=2, callbacks=[PublishWeights()]).fit(model, datamodule=dm)
+    assert [version for _, version in leased] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert len(model.groups) == 4
+
+
+def test_a_resumed_run_says_its_version_before_it_admits_groups(
+    data: Make, trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    path, versions = str(tmp_path / "a.ckpt"), []
+    for epochs, resumes in ((1, None), (2, path)):
+        with TQDataModule(train=groups_of(2, "train@{epoch}"), queue={"units": 1}) as dm:
+            add(dm.client, 4, f"train@{epochs - 1}")
+            fit = trainer(max_epochs=epochs, callbacks=[PublishWeights()])
+            with worker(partition="train@*") as leased:
+                fit.fit(Steps(), datamodule=dm, ckpt_path=resumes)
+            fit.save_checkpoint(path)
+            versions.append([version for _, version in leased])
+    assert versions[0][0] == 0
+    assert versions[1][0] == 2, "the queue is a new one, where nobody has trained before"
+    assert sorted(versions[1]) == versions[1]
+
+
+def test_a_new_run_in_a_queue_may_begin_before_the_version_of_the_last_one(data: Make, trainer: MakeTrainer) -> None:
+    class Named(PartitionSwitch):
+        def partition(self, stream: Stream, **_: Any) -> str:
+            return f"run{number}"
+
+        def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+            add(dm.client, 4, f"run{number}")
+
+    dm = data(train=groups_of(2, "train"))
+    for number in range(2):
+        with worker(partition=f"run{number}") as leased:
+            trainer(callbacks=[PublishWeights(), Named()]).fit(Steps(), datamodule=dm)
+        assert leased[0][1] == 0
+
+
+# ---- heads ----
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_has_a_row_of_heads_for_each_group_of_a_micro_batch(
+    data: Make, trainer: MakeTrainer, workers: int
+) -> None:
+    dm = data(train=groups_of(2, micro_batch_size=3, head_fields=["image", "prompt"], num_workers=workers))
+    add(dm.client, 4)
+    model = Steps()
+    with worker(sizes=lambda number: number + 1):
+        trainer().fit(model, datamodule=dm)
+    assert model.groups == [[0, 1, 1], [2, 2, 2], [3, 3, 3], [3]]
+    for groups, heads in zip(model.groups, model.heads, strict=True):
+        own = list(dict.fromkeys(groups))
+        assert heads["image"].tolist() == [[3.0 * n, 3.0 * n + 1, 3.0 * n + 2] for n in own]
+        assert list(heads["prompt"]) == [f"prompt {n}" for n in own]
+
+
+def test_heads_go_with_a_batch_that_is_moved_pickled_or_cut(data: Make) -> None:
+    client = data().client
+    client.register_task("learn", GroupSampler(groups=3))
+    add(client, 3)
+    with worker():
+        pass
+    meta = client.get_meta(["x"], None, "train", task_name="learn")
+    batch = TQBatch(client.get_data(meta), meta, heads=client.get_heads(meta, "image"))
+    picked = pickle.loads(pickle.dumps(batch.to("cpu").select([4, 5, 0])))
+    assert picked.meta.group_index == [0, 0, 1]
+    assert [row[0].item() for row in picked.heads["image"].unbind()] == [6.0, 0.0]
+    assert [row[0].item() for row in picked.data["x"].unbind()] == [200.0, 201.0, 0.0]

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The client's verbs of groups: add, lease, advance, retry, reject, and the fields that a group's rows share."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import msgspec
+from tensordict import TensorDict
+
+from transfer_queue import protocol as p
+from transfer_queue.client.base import ClientBase, check_meta, checked_wait, parts_of, tags_by_row, to_meta, to_specs
+from transfer_queue.client.get import Gets
+from transfer_queue.client.lease import Lease, LeaseStream, Renewals, Rows
+from transfer_queue.client.put import Puts, as_tensordict, rows_at
+from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError, InvalidRequestError
+from transfer_queue.metadata import BatchMeta, extract_field_schema
+from transfer_queue.utils.logging_utils import get_logger
+
+Keep = Literal["all", "closed", "none"]
+_log = get_logger(__name__)
+_SLICE_S = 30.0
+"""The longest wait of one request. After each one without a lease, it is logged what the caller waits for."""
+
+
+class GroupVerbs(Gets, Puts, ClientBase):
+    """Verbs of groups and leases."""
+
+    _renewals: Renewals | None = None
+
+    @property
+    def renewals(self) -> Renewals:
+        if self._renewals is None:
+            self._renewals = Renewals(self)
+        return self._renewals
+
+    def close(self) -> None:
+        """End the session; leases end, what was put stays, and so do values that were read. Idempotent.
+
+        Examples:
+            >>> from transfer_queue.client import connect
+            >>> other = connect("evaluation", tq.init())  # another client of the same queue
+            >>> other.get_partition_list()
+            []
+            >>> other.close()
+        """
+        if self._renewals is not None:
+            self._renewals.close()
+        super().close()
+
+    async def async_add_groups(
+        self,
+        heads: Rows,
+        partition: str,
+        *,
+        keys: Sequence[str] | None = None,
+        parts: int = 1,
+        min_parts: int | None = None,
+        deadline_s: float | None = None,
+        attempts: int = 2,
+        worker_attempts: int = 5,
+        tasks: Sequence[str] = (),
+        tags: Sequence[Mapping[str, Any] | None] | None = None,
+    ) -> BatchMeta:
+        """Add groups to be worked on: one prompt, episode or pair each, with the fields that all its rows share.
+
+        Args:
+            heads: ``{field: [N, ...]}``: the groups' own rows. They are never drawn for training; see ``get_heads``.
+            keys: Names of the groups, new in this partition. None: random ones.
+            parts: Attempts at each group, which several workers may share. A part has any number of rows.
+            min_parts: How many are enough at the deadline. None: all.
+            deadline_s: Seconds from the first lease on, over all attempts. A group with fewer closed parts expires.
+            attempts: Attempts that may fail because of the sample, before the group fails.
+            worker_attempts: Attempts that may fail because of a worker.
+            tasks: Tasks with a ``GroupSampler`` that train the groups. Their budgets admit leases, and groups that all
+                of them have acknowledged are deleted. None: leases are not bounded, and groups stay.
+            tags: One mapping or None per group.
+        Returns:
+            Metadata of the heads, [N].
+        Raises:
+            GroupStateError: a key exists already, or the budgets of the tasks contradict each other.
+            InvalidRequestError: impossible numbers, or a sealed partition.
+        Examples:
+            >>> client.register_task("actor", tq.GroupSampler(groups=2))
+            >>> meta = client.add_groups({"prompt": torch.arange(8)}, "train", parts=4, tasks=["actor"])
+            >>> len(client.lease("train", 8))  # the budget is two steps of two groups
+            4
+        """
+        if not self.storage_manager.servers_delete:
+            raise InvalidRequestError(
+                f"groups need the storage backend SimpleStorage, because servers delete what has been trained; "
+                f"{type(self.storage_manager).__name__} keeps values where only clients can delete them."
+            )
+        rows = as_tensordict(heads)
+        count = int(rows.batch_size[0])
+        if not count:
+            raise InvalidRequestError("add_groups got 0 heads; there is nothing to add.")
+        names = [uuid.uuid4().hex for _ in range(count)] if keys is None else list(keys)
+        if len(names) != count or not all(isinstance(name, str) for name in names):
+            raise InvalidRequestError(f"{count} heads were given with {len(names)} keys. Give one string per head.")
+        terms = p.Terms(parts, min_parts, deadline_s, attempts, worker_attempts, tuple(tasks))
+        by_row = tags_by_row(tags, count)
+        metas = []
+        ranges = parts_of(count)
+        for some, part in zip(ranges, [rows] if len(ranges) == 1 else rows_at(rows, ranges), strict=True):
+            specs = to_specs(extract_field_schema(part))
+            number, wait_s = self.session.number(), await self.put_timeout_s()
+            begin = p.ResolveKeys(number, partition, names[some], True, True, specs, wait_s, sorted(specs), terms)
+            own = {row - some.start: by_row[row] for row in range(some.start, some.stop) if row in by_row}
+            reply = await self.write(begin, part, own)
+            assert isinstance(reply, p.Batch)
+            metas.append(to_meta(reply))
+        return BatchMeta.concat(metas) if len(metas) > 1 else metas[0]
+
+    async def put_members(
+        self, rows: TensorDict, partition: str, tags: Sequence[Mapping[str, Any] | None] | None, members: p.Members
+    ) -> BatchMeta:
+        """New rows of a leased group. See ``Lease.put``."""
+        schema, count = extract_field_schema(rows), int(rows.batch_size[0])
+        if not count:
+            raise InvalidRequestError("a put of a lease got 0 rows; there is nothing to store.")
+        by_row = tags_by_row(tags, count)
+        if len(by_row) > p.MOST_ROWS:
+            raise InvalidRequestError(f"a put of a lease takes tags for {p.MOST_ROWS} rows, got {len(by_row)}.")
+        wait_s = await self.put_timeout_s()
+        begin = p.Reserve(self.session.number(), partition, count, to_specs(schema), wait_s, members)
+        reserved = await self.write(begin, rows, by_row)
+        assert isinstance(reserved, p.Reserved)
+        meta = BatchMeta(p.unpack_indexes(reserved.indexes).tolist(), [partition] * count)
+        meta.add_described(schema)
+        meta.heads = [members.head] * count
+        return meta
+
+    async def async_lease(
+        self,
+        partition: str | Sequence[str],
+        n: int = 1,
+        *,
+        by: Literal["group", "part"] = "group",
+        where: str | None = None,
+        lease_s: float = 60.0,
+        keep: Keep = "closed",
+        timeout_s: float | None = None,
+    ) -> list[Lease]:
+        """Lease up to ``n`` groups, or parts of groups; at least one. It waits until there is one to work on.
+
+        Args:
+            partition: A name, a pattern such as ``"train@*"`` (the oldest partition first), or a list of both in order
+                of preference.
+            by: "group": all open parts of a group. "part": one part per lease, so that workers share a group.
+            where: Only groups whose heads' tags match this filter.
+            lease_s: Seconds without a renewal after which the lease is lost. This process renews it by itself.
+            keep: What to go on with of a lease that was lost: "closed" parts alone, "all" rows (``Lease.members``), or
+                "none", not even closed parts.
+            timeout_s: Longest wait. None: no limit, with a report every 30 s.
+        Returns:
+            Leases in the order in which work should begin.
+        Raises:
+            BatchTimeoutError: there was nothing to work on in time; says how many groups are in which state.
+            EndOfPartitionError: the partitions are sealed, and no group of them can need work any more.
+        Examples:
+            >>> meta = client.add_groups({"prompt": torch.arange(2)}, "train", tags=[{"env": "math"}, {"env": "code"}])
+            >>> [lease.tags for lease in client.lease("train", 2, where="env == 'code'")]
+            [{'env': 'code'}]
+        """
+        return await self.leased(_request(partition, n, by, where, lease_s, keep), timeout_s)
+
+    async def leased(self, request: p.LeaseGroups, timeout_s: float | None) -> list[Lease]:
+        began, limit = time.monotonic(), None if timeout_s is None else checked_wait("lease", timeout_s)
+        while True:
+            left = _SLICE_S if limit is None else max(0.0, began + limit - time.monotonic())
+            try:
+                return await self._leased(msgspec.structs.replace(request, wait_s=min(left, _SLICE_S)))
+            except BatchTimeoutError as error:
+                if limit is not None and time.monotonic() - began >= limit:
+                    raise
+                _log.info("%s", error)
+
+    async def _leased(self, request: p.LeaseGroups) -> list[Lease]:
+        request = msgspec.structs.replace(request, id=self.session.number())
+        reply = await self.session.send(request, p.Reply, request.wait_s, keep=True)
+        if isinstance(reply, p.Ended):
+            names = ", ".join(map(repr, request.partitions))
+            raise EndOfPartitionError(f"{names}: sealed, and no group there can need work any more.")
+        assert isinstance(reply, p.LeasedGroups)
+        try:
+            heads: dict[tuple[str, int], tuple[TensorDict, Mapping[str, Any]]] = {}
+            for batch in reply.heads:
+                meta = to_meta(batch)
+                data = await self.async_get_data(meta) if batch.fields else TensorDict({}, [meta.size])
+                each = rows_at(data, [[row] for row in range(meta.size)])
+                named = zip(meta.global_indexes, each, meta.custom_meta, strict=True)
+                heads.update({(batch.partition, index): (row, tags) for index, row, tags in named})
+        except BaseException:
+            await self.session.cancel(request.id)
+            raise
+        await self.session.post_done(request.id)  # now: if this process dies at its work, that counts as an attempt
+        found = [Lease(self, granted, *heads[granted.partition, granted.head]) for granted in reply.leases]
+        self.renewals.add(found, request.lease_s)
+        return found
+
+    def leases(
+        self,
+        partition: str | Sequence[str],
+        n: int = 1,
+        *,
+        by: Literal["group", "part"] = "group",
+        where: str | None = None,
+        lease_s: float = 60.0,
+        keep: Keep = "closed",
+        timeout_s: float | None = None,
+    ) -> LeaseStream:
+        """Leases one after the other, for a worker: with ``for`` or ``async for``, until no group can need work.
+
+        Args:
+            n: How many it asks for at once; the rest as for ``lease``.
+        Examples:
+            >>> meta = client.add_groups({"prompt": torch.arange(2)}, "train")
+            >>> client.seal_partition("train")
+            >>> for lease in client.leases("train"):
+            ...     rows = lease.close({"response": lease.head["prompt"] * 10})
+        """
+        request = _request(partition, n, by, where, lease_s, keep)
+        return LeaseStream(partial(self.leased, request, timeout_s))
+
+    async def async_advance(self, partition: str, version: int, *, resumed: bool = False) -> None:
+        """Say which policy version trains now. What was drawn for earlier steps counts as trained.
+
+        Args:
+            partition: A name, or a pattern such as ``"train@*"``, for partitions to come, too.
+            resumed: A trainer goes on from an earlier version. Otherwise versions never go back.
+        Raises:
+            GroupStateError: the version is lower than the last one.
+        Examples:
+            >>> client.advance("train@*", 3)
+        """
+        await self.session.ask(p.Advance, p.Done, partition, version, resumed)
+
+    async def async_note_trained(self, partition: str, task_name: str, before: int, dp_rank: int = 0) -> None:
+        """Say that the steps with a reader's batches below ``before`` are done: the slots of their groups are free.
+
+        Loaders do so. A reader that asks for one batch after the other needs not, as its next fetch says the same.
+        Batches may be asked for again until they are acknowledged.
+
+        Examples:
+            >>> client.note_trained("train", "update_actor", before=1)
+        """
+        await self.session.ask(p.Trained, p.Done, partition, task_name, before, dp_rank)
+
+    async def async_retry_groups(self, partition: str, where: str | None = None) -> int:
+        """Make groups that failed, expired, were rejected or got stale wait again, as if they were new.
+
+        Args:
+            where: Only groups whose heads' tags match, such as ``"group.state == 'failed'"``.
+        Returns:
+            How many.
+        Examples:
+            >>> meta = client.add_groups({"prompt": torch.arange(1)}, "train")
+            >>> client.lease("train")[0].reject("too easy")
+            >>> client.retry_groups("train", "group.state == 'rejected'")
+            1
+        """
+        return int((await self.session.ask(p.RetryGroups, p.Done, partition, where)).value)
+
+    async def async_reject_groups(self, metadata: BatchMeta, reason: str) -> int:
+        """A trainer has no use for the groups of this batch: they leave, and their slots are free.
+
+        Returns:
+            How many groups.
+        Examples:
+            >>> client.register_task("actor", tq.GroupSampler(groups=1))
+            >>> meta = client.add_groups({"prompt": torch.arange(1)}, "train", tasks=["actor"])
+            >>> rows = client.lease("train")[0].close({"response": torch.arange(3)})
+            >>> batch = client.get_meta(["response"], 1, "train", task_name="actor")
+            >>> client.reject_groups(batch, "longer than the context")
+            1
+        """
+        check_meta("reject_groups", metadata)
+        count = 0
+        for part in metadata.chunk_by_partition() if metadata.size else ():
+            for some in parts_of(part.size):
+                packed = p.pack_indexes(part.global_indexes[some])
+                count += (await self.session.ask(p.RejectGroups, p.Done, part.partition_ids[0], packed, reason)).value
+        return count
+
+    async def async_get_heads(
+        self,
+        metadata: BatchMeta,
+        fields: Sequence[str] | str | None = None,
+        layout: str | None = None,
+    ) -> TensorDict:
+        """Fields of the heads of a batch's groups: one row per group, in order of ``metadata.group_index``.
+
+        Args:
+            fields: Names, or one name. None: all that every head has.
+            layout: As for ``get_data``. Dense tensors can be indexed by ``metadata.group_index``: a row per row of the
+                batch.
+        Raises:
+            InvalidRequestError: a sample of the batch belongs to no group.
+        Examples:
+            >>> meta = client.add_groups({"prompt": torch.tensor([7])}, "train")
+            >>> rows = client.lease("train")[0].close({"response": torch.arange(3)})
+            >>> batch = client.get_meta(["response"], 3, "train", task_name="reward")
+            >>> client.get_heads(batch, "prompt")["prompt"][batch.group_index]
+            tensor([7, 7, 7])
+        """
+        check_meta("get_heads", metadata)
+        if not metadata.size:
+            return TensorDict({}, batch_size=[0])
+        numbers = metadata.group_index
+        first = [numbers.index(number) for number in range(max(numbers) + 1)]
+        heads = [metadata.heads[row] for row in first]  # type: ignore[index]
+        partition = metadata.partition_ids[0]
+        wanted = [fields] if isinstance(fields, str) else None if fields is None else list(fields)
+        batch = await self.session.ask(p.Describe, p.Batch, partition, wanted, p.pack_indexes(heads))
+        return await self.async_get_data(to_meta(batch), layout=layout)
+
+
+def _request(
+    partition: str | Sequence[str], n: int, by: str, where: str | None, lease_s: float, keep: Keep
+) -> p.LeaseGroups:
+    """Raises InvalidRequestError for what the server would refuse less clearly."""
+    names = [partition] if isinstance(partition, str) else list(partition)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise InvalidRequestError(f"partition must be a name, a pattern or a list of them, got {partition!r}.")
+    if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= p.MOST_ROWS:
+        raise InvalidRequestError(f"n must be a whole number from 1 to {p.MOST_ROWS}, got {n!r}.")
+    if by not in ("group", "part"):
+        raise InvalidRequestError(f'by must be "group" or "part", got {by!r}.')
+    if keep not in ("all", "closed", "none"):
+        raise InvalidRequestError(f'keep must be "all", "closed" or "none", got {keep!r}.')
+    if not 0 < lease_s <= p.LONGEST_WAIT_S:
+        raise InvalidRequestError(f"lease_s must be a number of seconds above 0, got {lease_s!r}.")
+    return p.LeaseGroups(0, names, n, by == "part", where, float(lease_s), keep)

@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lease: a worker's handle to a group that it works on; the thread that renews leases; leases one after the other."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Literal, Protocol
+
+from tensordict import TensorDict
+
+from transfer_queue import protocol as p
+from transfer_queue.client.base import parts_of, to_meta
+from transfer_queue.client.put import as_tensordict
+from transfer_queue.errors import (
+    ClosedError,
+    EndOfPartitionError,
+    InvalidRequestError,
+    LeaseLostError,
+    TransferQueueError,
+)
+from transfer_queue.metadata import BatchMeta
+from transfer_queue.transport.blocking import PendingCall, blocking, run_blocking
+from transfer_queue.transport.session import Session
+from transfer_queue.utils.logging_utils import get_logger
+
+Rows = TensorDict | Mapping[str, Any]
+_log = get_logger(__name__)
+_RENEWED_PER_LEASE = 3
+_JOIN_S = 2.0
+
+
+class LeaseClient(Protocol):
+    """What leases need of their client."""
+
+    session: Session
+
+    @property
+    def renewals(self) -> Renewals: ...
+
+    async def put_members(
+        self, rows: TensorDict, partition: str, tags: Sequence[Mapping[str, Any] | None] | None, members: p.Members
+    ) -> BatchMeta: ...
+
+
+class Lease:
+    """A worker's right to work on a group, or on parts of it.
+
+    It ends by ``close``, ``release`` or ``reject``, or is lost: its session ends, or nobody renews it for ``lease_s``
+    seconds. This process renews it for as long as the object is alive. Each verb has an async twin, ``async_close`` and
+    so on. As a context manager it releases what its body leaves open.
+
+    Examples:
+        >>> meta = client.add_groups({"prompt": torch.arange(2)}, "train")
+        >>> with client.lease("train")[0] as lease:
+        ...     rows = lease.close({"response": lease.head["prompt"] + torch.arange(3)}, tags=[{"reward": 1.0}] * 3)
+        >>> client.kv_list("train", where="group.state == 'closed'")["train"][lease.key]["group.closed"]
+        1
+    """
+
+    def __init__(self, client: LeaseClient, granted: p.GrantedLease, head: TensorDict, tags: Mapping[str, Any]) -> None:
+        self._client = client
+        self._granted = granted
+        self._open = list(granted.parts)
+        self._lost = False
+        self.head = head
+        """[1] The fields of the group's own row."""
+        self.tags = {name: value for name, value in tags.items() if not name.startswith("group.")}
+        """The tags that the head was added with."""
+
+    # ---- what it is ----
+
+    @property
+    def partition(self) -> str:
+        return self._granted.partition
+
+    @property
+    def key(self) -> str:
+        """That of the head."""
+        return self._granted.key
+
+    @property
+    def attempt(self) -> int:
+        """1 for the first one; then one more for each attempt that has failed."""
+        return self._granted.attempt
+
+    @property
+    def version(self) -> int | None:
+        """The policy version that trained when the group got its first lease; None: nobody has said so."""
+        return self._granted.version
+
+    @property
+    def parts(self) -> list[int]:
+        """The parts that are still to be closed."""
+        return list(self._open)
+
+    @property
+    def part(self) -> int | None:
+        """The part, where the lease has one alone."""
+        return self._granted.parts[0] if len(self._granted.parts) == 1 else None
+
+    @property
+    def token(self) -> int:
+        """Its number: later leases have larger ones."""
+        return self._granted.token
+
+    @property
+    def is_open(self) -> bool:
+        """Whether parts of it are to be closed, as far as this process knows."""
+        return bool(self._open) and not self._lost
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the work is of no use any more: the group is too old, cleared, or another worker's by now."""
+        return self._lost
+
+    async def async_members(self) -> BatchMeta:
+        """Rows that earlier holders have left in these parts, for ``get_data``: with ``keep="all"``."""
+        indexes = [index for own in self._granted.members.values() for index in p.unpack_indexes(own).tolist()]
+        if not indexes:
+            return BatchMeta.empty()
+        session = self._client.session
+        packed = p.pack_indexes(indexes)
+        return to_meta(await session.ask(p.Describe, p.Batch, self.partition, None, packed))
+
+    @property
+    def members(self) -> BatchMeta:
+        """See ``async_members``."""
+        return run_blocking(self.async_members())
+
+    # ---- work ----
+
+    async def async_put(
+        self, rows: Rows, tags: Sequence[Mapping[str, Any] | None] | None = None, part: int | None = None
+    ) -> BatchMeta:
+        """Add rows to the group; ordinary tasks may read them at once.
+
+        Args:
+            rows: ``{field: [N, ...]}``, as for ``client.put``.
+            tags: One mapping or None per row.
+            part: Where they belong, if the lease has several open parts. None: the rows are dealt evenly to all of
+                them, in order.
+        Returns:
+            Metadata of the rows.
+        Raises:
+            LeaseLostError: another worker has the work by now, or it is of no use; nothing was stored.
+            GroupStateError: the part was closed.
+        """
+        return await self._put(rows, tags, part, closes=False)
+
+    async def async_close(
+        self,
+        rows: Rows | None = None,
+        tags: Sequence[Mapping[str, Any] | None] | None = None,
+        part: int | None = None,
+    ) -> BatchMeta:
+        """The work is done, with these last rows: one message. All open parts are closed, or this one.
+
+        Raises:
+            LeaseLostError: as for ``async_put``.
+            GroupStateError: a part has no rows.
+        """
+        if rows is None:
+            await self._end("close", self._parts(part))
+            meta = BatchMeta.empty()
+        else:
+            meta = await self._put(rows, tags, part, closes=True)
+        self._closed(self._parts(part))
+        return meta
+
+    async def async_release(self, reason: str, blame: Literal["worker", "sample"] = "worker") -> None:
+        """The work is for another attempt.
+
+        Args:
+            blame: Whose fault it is. After ``worker_attempts`` of the one, or ``attempts`` of the other, the group
+                fails.
+        """
+        if blame not in ("worker", "sample"):
+            raise InvalidRequestError(f'blame must be "worker" or "sample", got {blame!r}.')
+        await self._end("release", self._open, reason, blame)
+        self._closed(self._open)
+
+    async def async_reject(self, reason: str) -> None:
+        """The group is of no use to training. It leaves, with all its rows."""
+        await self._end("reject", self._open, reason)
+        self._closed(self._open)
+
+    put = blocking(async_put)
+    close = blocking(async_close)
+    release = blocking(async_release)
+    reject = blocking(async_reject)
+
+    def _parts(self, part: int | None) -> list[int]:
+        return list(self._open) if part is None else [part]
+
+    def _members(self, parts: list[int], closes: bool = False) -> p.Members:
+        if not parts:
+            raise LeaseLostError("this lease has ended: its parts were closed, released or rejected before.")
+        return p.Members(self._granted.token, self._granted.head, parts, closes)
+
+    def _closed(self, parts: Sequence[int]) -> None:
+        self._open = [each for each in self._open if each not in parts]
+        if not self._open:
+            self._client.renewals.remove(self)
+
+    async def _put(
+        self, rows: Rows, tags: Sequence[Mapping[str, Any] | None] | None, part: int | None, closes: bool
+    ) -> BatchMeta:
+        members = self._members(self._parts(part), closes)
+        try:
+            return await self._client.put_members(as_tensordict(rows), self.partition, tags, members)
+        except LeaseLostError:
+            self._is_lost()
+            raise
+
+    async def _end(self, how: str, parts: list[int], reason: str = "", blame: str = "worker") -> None:
+        members, reason = self._members(parts), reason[:1000]
+        try:
+            await self._client.session.ask(p.EndLease, p.Done, self.partition, members, how, reason, blame)
+        except LeaseLostError:
+            self._is_lost()
+            raise
+
+    def _is_lost(self) -> None:
+        self._lost = True
+        self._client.renewals.remove(self)
+
+    # ---- as a context manager ----
+
+    async def _leave(self, error: BaseException | None) -> None:
+        if self._open:
+            text = "its body ended without closing it" if error is None else f"{type(error).__name__}: {error}"
+            with suppress(LeaseLostError):  # it is another's, or was cleared
+                await self.async_release(text)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        run_blocking(self._leave(error))
+
+    async def __aenter__(self) -> Lease:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._leave(error)
+
+    def __repr__(self) -> str:
+        state = "lost" if self._lost else f"open parts {self._open}" if self._open else "ended"
+        return f"Lease({self.key!r} of {self.partition!r}, attempt {self.attempt}, {state})"
+
+
+class Renewals:
+    """Says that this process works on its leases, in a thread that lives while there are any."""
+
+    def __init__(self, client: LeaseClient) -> None:
+        self._client = weakref.ref(client)
+        self._lock = threading.Lock()
+        self._leases: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
+        self._changed = self._closed = False
+        self._period_s = math.inf
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+
+    def add(self, leases: Sequence[Lease], lease_s: float) -> None:
+        with self._lock:
+            if self._pid != os.getpid():  # a forked child has leases of its own
+                self._leases, self._thread, self._pid = weakref.WeakValueDictionary(), None, os.getpid()
+            for lease in leases:
+                self._leases[lease.token] = lease
+            shorter = lease_s / _RENEWED_PER_LEASE
+            self._changed |= shorter < self._period_s
+            self._period_s = min(self._period_s, shorter)
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._run, name="transfer-queue-leases", daemon=True)
+                self._thread.start()
+
+    def remove(self, lease: Lease) -> None:
+        with self._lock:
+            self._leases.pop(lease.token, None)
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._closed, thread = True, self._thread
+        if thread is not None and self._pid == os.getpid() and thread is not threading.current_thread():
+            thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                leases = dict(self._leases)
+                client = self._client()
+                if self._closed or not leases or client is None:
+                    self._thread, self._period_s = None, math.inf
+                    return
+                self._changed, period_s = False, self._period_s
+            tokens = list(leases)
+            del leases
+            try:
+                lost = self._renew(client, tokens, period_s)
+            except ClosedError:  # by the program, which has said all it wants to say
+                lost = tokens
+            except TransferQueueError as error:
+                _log.warning("the leases of this process can't be renewed: %s", error)
+                lost = tokens
+            except _Again:
+                lost = []
+            for token in lost:
+                lease = self._leases.get(token)
+                if lease is not None:
+                    lease._is_lost()
+
+    def _renew(self, client: LeaseClient, tokens: list[int], period_s: float) -> list[int]:
+        parts = [tokens[some] for some in parts_of(len(tokens))]
+        lost: list[int] = []
+        for part in parts[:-1]:
+            lost += run_blocking(client.session.ask(p.RenewLeases, p.Done, part)).value
+        wait_s = 0.0 if lost else period_s
+        last = client.session.ask(p.RenewLeases, p.Done, parts[-1], wait_s, wait_s=wait_s)
+        return [*lost, *PendingCall(last).finish(self._look).value]
+
+    def _look(self) -> None:
+        if self._changed or self._closed or not self._leases:
+            raise _Again
+
+
+class _Again(Exception):
+    """The leases have changed, so that others must be renewed, or sooner."""
+
+
+class LeaseStream:
+    """Leases one after the other, with ``for`` or ``async for``, until no group can need work any more.
+
+    When it is left, by an error or a ``break``, it releases those that it has taken and that are still open.
+    """
+
+    def __init__(self, lease: Callable[[], Awaitable[list[Lease]]]) -> None:
+        """``lease``: takes the next ones."""
+        self._lease = lease
+        self._taken: deque[Lease] = deque()
+
+    async def _next(self) -> Lease | None:
+        if not self._taken:
+            try:
+                self._taken.extend(await self._lease())
+            except EndOfPartitionError:
+                return None
+        return self._taken.popleft()
+
+    def __iter__(self) -> Iterator[Lease]:
+        current: Lease | None = None
+        try:
+            while (current := run_blocking(self._next())) is not None:
+                yield current
+        finally:
+            run_blocking(self._leave(current))
+
+    async def __aiter__(self) -> AsyncIterator[Lease]:
+        current: Lease | None = None
+        try:
+            while (current := await self._next()) is not None:
+                yield current
+        finally:
+            await self._leave(current)
+
+    async def _leave(self, current: Lease | None) -> None:
+        for lease in [*([] if current is None else [current]), *self._taken]:
+            if lease.is_open:
+                with suppress(TransferQueueError):
+                    await lease.async_release("its worker has stopped asking for leases")
+        self._taken.clear()

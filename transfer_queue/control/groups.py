@@ -1,0 +1,608 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of one partition: what is made of each head, from waiting for its first lease until it is trained or left."""
+
+# The record of a group is its head's row: reserved tags hold its state, so that filters, watches and checkpoints know
+# it. A member's row names its head and its part. From its first lease until it is done, a group is an object here, too.
+# It is built anew from these rows after a restore. Groups that wait for their first lease are bits of a set.
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Final, Protocol
+from weakref import WeakSet
+
+import numpy as np
+
+from transfer_queue.control.consumer import Consumer
+from transfer_queue.control.group_record import (
+    CLOSED,
+    DRAWABLE,
+    DRAWN,
+    FAILED,
+    LEFT,
+    READY,
+    RESERVED,
+    RUNNING,
+    TRAINED,
+    UNDER_WORK,
+    WAITING,
+    Group,
+    check_tags,
+)
+from transfer_queue.control.keys_and_tags import KeyMap, TagStore, unpacked_tags
+from transfer_queue.control.ready import ReadySet
+from transfer_queue.control.rows import Rows, RowState, RowTable, one_of
+from transfer_queue.errors import GroupStateError, InvalidRequestError, LeaseLostError
+from transfer_queue.protocol import Indexes, Members, Tags, Terms, pack_indexes
+
+_TERMS, _HEAD, _PART = "group:terms", "group:head", "group:part"
+"""Columns. By head's row: 1 + the number of its terms, negative from its first lease on. By member's row: 1 + the index
+of its head; 1 + its part, negative once that is closed."""
+COLUMNS: Final = ((_TERMS, "<i4"), (_HEAD, "<i8"), (_PART, "<i4"))
+_MOST_REASONS = 8
+_REASON_LENGTH = 200
+_IS_HEAD = one_of(RowState.HEAD)
+
+
+class Samples(Protocol):
+    """The partition, as far as its groups need it."""
+
+    name: str
+    serial: int
+    table: RowTable
+    tags: TagStore
+    keys: KeyMap
+    consumers: dict[str, Consumer]
+
+    def rows_of(self, indexes: Indexes) -> Rows: ...
+    def set_tags(self, tags: Mapping[int, Tags], merge: bool) -> None: ...
+    def clear(self, indexes: Indexes) -> Indexes: ...
+
+
+class GroupFollower(Protocol):
+    """What a task may draw."""
+
+    def group_changed(self, group: Group) -> None: ...
+    def __contains__(self, group: Group, /) -> bool: ...
+
+
+class Work(Protocol):
+    """What the plane does around a task's draw of groups."""
+
+    def before_draw(self, task: str) -> None:
+        """Gates judge what they have not judged, and what is too old leaves."""
+
+    def step_of(self, task: str) -> int | None:
+        """The step for which the task draws next; None: nobody has said which version trains."""
+
+    def drew(self, task: str, batches: Sequence[tuple[Hashable, int | None, list[int]]]) -> None:
+        """A round of the task: by reader and batch, the heads of its groups. ``batch`` None: the reader's next one."""
+
+    def gave_back(self, task: str, heads: list[int]) -> None:
+        """It never got them."""
+
+
+class Groups:
+    """The groups of one partition. A call of ``flush`` ends each change, and makes it visible in the tags."""
+
+    def __init__(self, partition: Samples, work: Work) -> None:
+        self.work = work
+        self.partition = partition
+        self._table = partition.table
+        self.terms: list[Terms] = []
+        self._fresh: dict[Terms, ReadySet] = {}
+        """By terms, the heads that wait for their first lease."""
+        self.live: dict[int, Group] = {}
+        """Those that work has begun on, until they are done or have left; by the index of the head."""
+        self.unfinished: dict[int, Group] = {}
+        """Those of them that some task has still to draw, in the order of their first leases."""
+        self.with_free_parts: dict[int, Group] = {}
+        """Those with an open part that no lease has."""
+        self.counts: Counter[str] = Counter()
+        """Groups by state, without those that wait for their first lease; of those that left, all that ever did."""
+        self.num_under_work = 0
+        """Groups whose members are not complete, without those that wait for their first lease."""
+        self.unjudged: dict[int, Group] = {}
+        """Closed groups that no gate has judged."""
+        self.emptied: dict[int, Group] = {}
+        """Groups all of whose rows were deleted by others."""
+        self.followers: WeakSet[GroupFollower] = WeakSet()
+        self._dirty: dict[int, Group] = {}
+        for name, dtype in COLUMNS:
+            self._table.ensure_column(name, np.dtype(dtype))
+
+    # ---- questions ----
+
+    @property
+    def num_fresh(self) -> int:
+        return sum(fresh.count for fresh in self._fresh.values())
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether members may still come."""
+        return bool(self.num_under_work or self.num_fresh)
+
+    def numbers(self) -> dict[str, int]:
+        """How many groups are in each state; of those that have left, all that ever did."""
+        found = Counter(self.counts)
+        found[WAITING] += self.num_fresh
+        return {state: count for state, count in found.items() if count}
+
+    def heads_of(self, rows: Rows) -> Indexes:
+        """[len(rows)] By member's row the index of its head, -1 for other rows."""
+        heads: Indexes = self._table.column(_HEAD)[rows] - 1
+        return heads
+
+    def described(self, rows: Rows) -> tuple[bytes | None, dict[int, int]]:
+        """(packed heads by row, version by head), for a reply; (None, {}) if none of the rows has a group."""
+        heads = self.heads_of(rows)
+        if not (heads >= 0).any():
+            return None, {}
+        own = {head: self.live[head].version for head in dict.fromkeys(heads.tolist()) if head in self.live}
+        return pack_indexes(heads), {head: version for head, version in own.items() if version is not None}
+
+    def tags_of_members(self, group: Group) -> list[Tags]:
+        indexes = np.array(group.all_members(), dtype=np.int64)
+        rows = self.partition.rows_of(indexes)
+        return [unpacked_tags(packed) for packed in self.partition.tags.packed(rows)]
+
+    # ---- new groups ----
+
+    def add(self, rows: Rows, terms: Terms) -> None:
+        """These heads, which were just published, wait for their first lease."""
+        self._wait_for_first(rows, terms)
+        waiting: Tags = {"group.state": WAITING, "group.parts": terms.parts}
+        self.partition.set_tags(dict.fromkeys(self._table.column("index")[rows].tolist(), waiting), merge=True)
+
+    def with_reserved(self, tags: Mapping[int, Tags], merge: bool) -> Mapping[int, Tags]:
+        """Tags from a client. Those that replace the tags of heads keep what the queue has set.
+
+        Raises InvalidRequestError for reserved ones.
+        """
+        check_tags(tags.values())
+        if merge:
+            return tags
+        found = {}
+        for index, own in tags.items():
+            known = self.partition.tags.get(index) or {}
+            found[index] = {name: value for name, value in known.items() if name.startswith(RESERVED)} | own
+        return found
+
+    def _wait_for_first(self, rows: Rows, terms: Terms) -> None:
+        self._touch()
+        if terms not in self.terms:
+            self.terms.append(terms)
+        self._table.column(_TERMS)[rows] = 1 + self.terms.index(terms)
+        self._fresh.setdefault(terms, ReadySet()).add(rows)
+
+    def are_fresh(self, indexes: Indexes) -> bool:
+        """Whether all of these heads are here and wait for their first lease."""
+        rows, found = self._table.find(indexes)
+        return bool(found.all() and (self._table.column(_TERMS)[rows] > 0).all())
+
+    # ---- work begins ----
+
+    def first_fresh(self, terms: Iterable[Terms], count: int, among: ReadySet | None) -> list[tuple[int, Terms]]:
+        """(row, terms) of the first heads of each of these terms that wait for their first lease, oldest ones first.
+
+        ``among``: only heads of this set.
+        """
+        found: list[tuple[int, Terms]] = []
+        for each in terms:
+            fresh = self._fresh[each]
+            if among is None:
+                rows = fresh.first(count).tolist()
+            else:
+                rows = [row for block in among.blocks() for row in block[fresh.contains(block)].tolist()][:count]
+            found += [(row, each) for row in rows]
+        return sorted(found, key=lambda entry: entry[0])
+
+    def terms_waiting(self) -> list[Terms]:
+        """The terms of groups that wait for their first lease."""
+        return [terms for terms, fresh in self._fresh.items() if fresh.count]
+
+    def begin(self, row: int, terms: Terms, seq: int, version: int | None) -> Group:
+        """A group gets its first lease."""
+        self._touch()
+        at = np.array([row], dtype=np.intp)
+        self._fresh[terms].discard(at)
+        self._table.column(_TERMS)[at] *= -1
+        group = Group(self._table.column("index").item(row), terms, seq, version)
+        self._enter(group)
+        return group
+
+    def _enter(self, group: Group) -> None:
+        self.live[group.index] = self.unfinished[group.index] = group
+        self.counts[group.state] += 1
+        self.num_under_work += group.state in UNDER_WORK
+        if group.state in UNDER_WORK:
+            self.with_free_parts[group.index] = group
+        elif group.state == CLOSED and not group.passed:
+            self.unjudged[group.index] = group
+
+    def take(self, group: Group, parts: Sequence[int], token: int, keep: str) -> Indexes:
+        """A lease has these parts now. Returns the rows of earlier holders that it doesn't go on with: they are gone.
+
+        ``keep`` "none": closed parts begin anew, too, unless another lease has a part of the group.
+        """
+        gone = [] if keep == "all" else [index for part in parts for index in group.members.get(part, ())]
+        for part in parts:
+            group.tokens[part] = token
+        self._set(group, RUNNING)
+        return self._clear(gone)
+
+    def begin_anew(self, group: Group) -> Indexes:
+        """Forget what its parts hold, closed ones, too."""
+        group.closed.clear()
+        return self._clear(group.all_members())
+
+    def note_free_parts(self, group: Group, has_free: bool) -> None:
+        """Whether it has an open part that no lease has."""
+        if has_free and group.state in UNDER_WORK:
+            self.with_free_parts[group.index] = group
+        else:
+            self.with_free_parts.pop(group.index, None)
+
+    # ---- members ----
+
+    def check(self, members: Members, count: int) -> Group:
+        """The group, if this lease may add so many rows to these parts of it.
+
+        Raises:
+            LeaseLostError: another lease has a part, or the group is not worked on any more.
+            GroupStateError: the lease has closed a part before.
+            InvalidRequestError: the rows can't be dealt to the parts.
+        """
+        group = self.live.get(members.head)
+        if group is None or group.state not in UNDER_WORK:
+            state = self._state_of(members.head) or "gone"
+            raise LeaseLostError(f"the lease has ended, and nothing was written: its group is {state}.")
+        for part in members.parts:
+            if group.tokens.get(part) != members.lease:
+                raise LeaseLostError(
+                    f"this lease does not have part {part} of the group: it was lost or released, or never had it; "
+                    f"nothing was written. Drop the work, and lease again."
+                )
+            if part in group.closed:
+                raise GroupStateError(f"part {part} of this group was closed by this lease; nothing can follow.")
+        if not members.parts or count % len(members.parts):
+            raise InvalidRequestError(
+                f"{count} rows can't be dealt evenly to {len(members.parts)} parts: name the part of each put, or give "
+                f"each part the same number of rows."
+            )
+        return group
+
+    def _state_of(self, index: int) -> str:
+        tags = self.partition.tags.get(index) or {}
+        return str(tags.get("group.state", ""))
+
+    def mark(self, members: Members, indexes: Indexes) -> None:
+        """New rows are about to be published as members."""
+        self._touch()
+        rows = self.partition.rows_of(indexes)
+        self._table.column(_HEAD)[rows] = 1 + members.head
+        self._table.column(_PART)[rows] = 1 + np.repeat(np.array(members.parts), len(rows) // len(members.parts))
+
+    def join(self, group: Group, members: Members, indexes: list[int]) -> None:
+        """New rows, which were just published, belong to these parts."""
+        if indexes:
+            size = len(indexes) // len(members.parts)
+            for at, part in enumerate(members.parts):
+                group.members.setdefault(part, []).extend(indexes[at * size : (at + 1) * size])
+            group.num_members += len(indexes)
+        if members.closes:
+            self._close(group, members.parts)
+
+    def _close(self, group: Group, parts: Sequence[int]) -> None:
+        for part in parts:
+            own = np.array(group.members.get(part, ()), dtype=np.int64)
+            if not len(own):
+                raise GroupStateError(
+                    f"part {part} of this group has no rows, so it can't be closed. Close it with rows, release it, or "
+                    f"reject the group."
+                )
+        self._touch()
+        for part in parts:
+            rows = self.partition.rows_of(np.array(group.members[part], dtype=np.int64))
+            self._table.column(_PART)[rows] = -1 - part
+            group.closed.add(part)
+        self._set(group, CLOSED if len(group.closed) == group.terms.parts else group.state)
+
+    # ---- work ends without rows ----
+
+    def released(self, group: Group, reason: str, blame: str | None) -> str | None:
+        """A lease has ended without closing its parts. Returns why the group fails, if it does.
+
+        ``blame``: whose attempt it counts as, "worker" or "sample"; None: nobody's.
+        """
+        if blame is not None and reason:
+            self._note(group, reason)
+        group.attempts += blame == "sample"
+        group.worker_attempts += blame == "worker"
+        if group.attempts >= group.terms.attempts or group.worker_attempts >= group.terms.worker_attempts:
+            return FAILED
+        self._dirty[group.index] = group
+        return None
+
+    def void(self, group: Group, token: int) -> None:
+        """The lease has been given up: nothing can come of it any more."""
+        group.tokens = {part: own for part, own in group.tokens.items() if own != token or part in group.closed}
+
+    def _note(self, group: Group, reason: str) -> None:
+        group.reasons = [*group.reasons, reason[:_REASON_LENGTH]][-_MOST_REASONS:]
+
+    def rest(self, group: Group, has_holder: bool) -> None:
+        """Whether a lease has a part of it now."""
+        if group.state in UNDER_WORK:
+            self._set(group, RUNNING if has_holder else WAITING)
+
+    def late(self, group: Group) -> Indexes | None:
+        """Its deadline is over. Returns the rows that are gone. None: too few parts are closed, so that it expires."""
+        if len(group.closed) < (group.terms.min_parts or group.terms.parts):
+            return None
+        gone = [index for part in group.open_parts() for index in group.members.get(part, ())]
+        self._set(group, CLOSED)
+        cleared = self._clear(gone)
+        if not group.num_members:  # others have cleared what was closed
+            self.emptied[group.index] = group
+        return cleared
+
+    def leave(self, group: Group, state: str, reason: str) -> Indexes:
+        """It is not trained any more, and its rows are gone. The head stays. Returns them."""
+        self._note(group, reason)
+        members = group.all_members()
+        self._set(group, state)
+        del self.live[group.index]
+        return self._clear(members)
+
+    def retry(self, row: int) -> bool:
+        """A group that has left waits again, as if it were new. Returns whether it had left."""
+        index, number = self._table.column("index").item(row), self._table.column(_TERMS).item(row)
+        if number >= 0 or index in self.live:
+            return False
+        rows = np.array([row], dtype=np.intp)
+        tags = {name: own for name, own in self.partition.tags[index].items() if not name.startswith(RESERVED)}
+        terms = self.terms[-number - 1]
+        self._wait_for_first(rows, terms)
+        tags |= {"group.state": WAITING, "group.parts": terms.parts}
+        self.partition.set_tags({index: tags}, merge=False)
+        return True
+
+    # ---- draws ----
+
+    def passes(self, group: Group) -> None:
+        """No gate is against it."""
+        group.passed = True
+        self.unjudged.pop(group.index, None)
+        self._dirty[group.index] = group
+        self._changed(group)
+
+    def drawable(self, group: Group, can: bool) -> None:
+        """All its rows have the fields of a task that draws groups, or not any more."""
+        if group.state in DRAWABLE:
+            can = can or any(group in follower for follower in self.followers)
+            self._set(group, READY if can else CLOSED, notify=False)
+
+    def drawn(self, group: Group, task: str) -> None:
+        """It was given to a task that draws groups."""
+        group.drawn_by |= {task}
+        if group.drawn_by.issuperset(group.terms.tasks):
+            self.unfinished.pop(group.index, None)
+        if group.state in DRAWABLE:
+            self._set(group, DRAWN)
+
+    def undrawn(self, group: Group, task: str) -> None:
+        """Nobody got it, so this task may draw it again."""
+        group.drawn_by -= {task}
+        group.trained_by -= {task}
+        group.acked_by -= {task}
+        if group.index not in self.unfinished:
+            self.unfinished[group.index] = group
+            self._order()
+        if group.state in (DRAWN, TRAINED):
+            self._set(group, DRAWN if group.drawn_by else CLOSED)
+        self._changed(group)
+
+    def drew(self, task: str, batches: Iterable[tuple[Hashable, int | None, Rows]]) -> None:
+        """A round of the task: by reader and batch, the rows."""
+        heads = [(reader, batch, dict.fromkeys(self.heads_of(rows).tolist())) for reader, batch, rows in batches]
+        self.work.drew(task, [(reader, batch, list(own)) for reader, batch, own in heads])
+
+    def gave_back(self, task: str, rows: Rows) -> None:
+        """Nobody got these rows."""
+        self.work.gave_back(task, list(dict.fromkeys(self.heads_of(rows).tolist())))
+
+    def _order(self) -> None:
+        self.unfinished = dict(sorted(self.unfinished.items(), key=lambda item: item[1].seq))
+
+    def trained(self, group: Group, task: str) -> bool:
+        """A task has trained it. Returns whether all its tasks have, by now."""
+        group.trained_by |= {task}
+        is_over = group.state == DRAWN and group.trained_by.issuperset(group.terms.tasks)
+        if is_over:
+            self._set(group, TRAINED)
+        return is_over
+
+    def acked(self, group: Group, task: str) -> bool:
+        """A task asks for it no more. Returns whether it is done: each of its tasks has trained and acknowledged it."""
+        group.acked_by |= {task}
+        return group.state == TRAINED and bool(group.terms.tasks) and group.acked_by.issuperset(group.terms.tasks)
+
+    def forget(self, group: Group) -> None:
+        """Its rows are about to be deleted."""
+        self.live.pop(group.index, None)
+        self.counts[group.state] -= 1
+        self.num_under_work -= group.state in UNDER_WORK
+        self.unfinished.pop(group.index, None)
+        self.with_free_parts.pop(group.index, None)
+        for table in (self._dirty, self.unjudged, self.emptied):
+            table.pop(group.index, None)
+        group.state = "gone"
+        self._changed(group)
+
+    def _set(self, group: Group, state: str, notify: bool = True) -> None:
+        before, group.state = group.state, state
+        self._dirty[group.index] = group
+        if before == state:
+            return
+        self.counts[before] -= 1
+        self.counts[state] += 1
+        self.num_under_work += (state in UNDER_WORK) - (before in UNDER_WORK)
+        if state not in UNDER_WORK:
+            self.with_free_parts.pop(group.index, None)
+        if state in LEFT:
+            self.unfinished.pop(group.index, None)
+        if state == CLOSED and not group.passed:
+            self.unjudged[group.index] = group
+        elif state != READY:
+            self.unjudged.pop(group.index, None)
+        if notify:
+            self._changed(group)
+
+    def _changed(self, group: Group) -> None:
+        for follower in self.followers:
+            follower.group_changed(group)
+
+    def _touch(self) -> None:
+        """Columns are about to change."""
+        if self._table.copies:
+            self._table.copies.make()
+
+    def flush(self) -> None:
+        """Write the reserved tags of what has changed."""
+        if self._dirty:
+            tags = {index: group.tags() for index, group in self._dirty.items()}
+            self._dirty.clear()
+            self.partition.set_tags(tags, merge=True)
+
+    # ---- rows that go ----
+
+    def _clear(self, indexes: list[int]) -> Indexes:
+        if not indexes:
+            return np.empty(0, dtype=np.int64)
+        return self.partition.clear(np.array(indexes, dtype=np.int64))
+
+    def removing(self, rows: Rows) -> None:
+        """These rows are about to be deleted."""
+        state = self._table.column("state")[rows]
+        for row in rows[_IS_HEAD[state]].tolist():
+            number = self._table.column(_TERMS).item(row)
+            if number > 0:
+                self._fresh[self.terms[number - 1]].discard(np.array([row], dtype=np.intp))
+        touched: dict[int, Group] = {}
+        heads, indexes = self.heads_of(rows), self._table.column("index")[rows]
+        for index, head in zip(indexes[heads >= 0].tolist(), heads[heads >= 0].tolist(), strict=True):
+            group = self.live.get(head)
+            if group is None:
+                continue
+            part = abs(self._table.column(_PART).item(int(self._table.column("index").searchsorted(index)))) - 1
+            if index in group.members.get(part, ()):
+                group.members[part].remove(index)
+                group.num_members -= 1
+                touched[head] = group
+        for group in touched.values():
+            self._changed(group)
+            if not group.num_members and group.state not in UNDER_WORK:
+                self.emptied[group.index] = group
+
+    def rebuild(self) -> None:
+        """Row numbers have changed."""
+        numbers = self._table.column(_TERMS)
+        self._fresh = {}
+        for number, terms in enumerate(self.terms, 1):
+            ready = ReadySet()
+            ready.add((numbers == number).nonzero()[0])
+            self._fresh[terms] = ready
+
+    # ---- checkpoints ----
+
+    def load(self, columns: Mapping[str, bytes], terms: Sequence[Terms], start: int, shift: int) -> None:
+        """Build the groups of the rows from ``start`` on, whose states and tags are loaded. No lease is held.
+
+        Args:
+            shift: How much greater the samples' indexes are than when they were saved.
+        Raises:
+            ValueError: these contradict each other.
+        """
+        self.terms = list(terms)
+        for name, dtype in COLUMNS:
+            self._table.column(name)[start:] = np.frombuffer(columns[name], dtype)
+        heads = self._table.column(_HEAD)[start:]
+        heads[heads > 0] += shift
+        numbers, state = self._table.column(_TERMS)[start:], self._table.column("state")[start:]
+        if not ((numbers != 0) == (state == RowState.HEAD)).all() or (np.abs(numbers) > len(self.terms)).any():
+            raise ValueError("heads of groups have terms, and other rows have none")
+        for number, each in enumerate(self.terms, 1):
+            self._fresh.setdefault(each, ReadySet()).add((numbers == number).nonzero()[0] + start)
+        index, parts = self._table.column("index")[start:], self._table.column(_PART)[start:]
+        for row in (numbers < 0).nonzero()[0].tolist():
+            self._load(index.item(row), self.terms[-numbers.item(row) - 1])
+        for row in heads.nonzero()[0].tolist():
+            group, part = self.live.get(heads.item(row) - 1), parts.item(row)
+            if group is None or not part:
+                raise ValueError("a member belongs to no group")
+            group.members.setdefault(abs(part) - 1, []).append(index.item(row))
+            group.num_members += 1
+
+    def _load(self, index: int, terms: Terms) -> None:
+        tags = self.partition.tags[index]
+        seq, attempts, worker_attempts, passed, *closed = tags["group.record"]
+        state = tags["group.state"]
+        if state in LEFT:
+            self.counts[state] += 1
+            return
+        group = Group(index, terms, seq, tags.get("group.version"))
+        group.attempts, group.worker_attempts, group.passed = attempts, worker_attempts, bool(passed)
+        group.closed = set(closed)
+        group.reasons = list(tags.get("group.reason", ()))
+        group.state = WAITING if state == RUNNING else CLOSED if state == READY else state
+        self._dirty[index] = group
+        self._enter(group)
+
+    def finish_loading(self) -> None:
+        """All rows are in, and what each task was given."""
+        for group in self.live.values():
+            for task in group.terms.tasks if group.state in (DRAWN, TRAINED) else ():
+                self._find_reader(group, task)
+        self._order()
+        self.flush()
+
+    def _find_reader(self, group: Group, task: str) -> None:
+        consumer = self.partition.consumers.get(task)
+        rows = self.partition.rows_of(np.array(group.all_members()[:1], dtype=np.int64))
+        number = 0 if consumer is None else consumer.given.item(int(rows[0]))
+        if consumer is None or not number:
+            return
+        self.drawn(group, task)
+        if group.state == TRAINED:
+            group.trained_by |= {task}
+        if not consumer.ledger.is_open(number):
+            group.trained_by |= {task}
+            group.acked_by |= {task}
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the records disagree; for tests."""
+        table = self._table
+        heads = (table.column("state") == RowState.HEAD).nonzero()[0]
+        numbers = table.column(_TERMS)
+        assert set((numbers != 0).nonzero()[0].tolist()) >= set(heads.tolist()), "each head has terms"
+        for number, terms in enumerate(self.terms, 1):
+            expected = [row for row in heads.tolist() if numbers[row] == number]
+            assert self._fresh.get(terms, ReadySet()).all_rows().tolist() == expected, "heads that wait are known"
+        assert all(self._table.find(np.array([index]))[1].all() for index in self.live), "heads of live groups are here"
+        for group in self.live.values():
+            members = group.all_members()
+            assert group.num_members == len(members), "members are counted"
+            rows, found = table.find(np.array(members, dtype=np.int64))
+            assert found.all(), "members are here"
+            assert (self.heads_of(rows) == group.index).all(), "members name their head"
+            assert group.state not in LEFT, "what has left is not live"
+            drawn = bool(group.drawn_by) and group.drawn_by.issuperset(group.terms.tasks)
+            assert (group.index in self.unfinished) == (not drawn), group.state
+            if not self._dirty:
+                assert self.partition.tags[group.index]["group.state"] == group.state, "tags say the state"
+        assert self.num_under_work == sum(group.state in UNDER_WORK for group in self.live.values())
+        seqs = [group.seq for group in self.unfinished.values()]
+        assert seqs == sorted(seqs), "unfinished groups are in the order of their first leases"
+        assert set(self.with_free_parts) <= set(self.live), "only live groups have free parts"

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups that one task may draw: they follow what becomes ready, in the order in which its sampler takes them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from transfer_queue.control.group_record import CLOSED, DRAWN, READY, TRAINED, Group
+from transfer_queue.control.groups import Groups
+from transfer_queue.control.ready import ReadySet
+from transfer_queue.control.rows import Rows
+from transfer_queue.protocol import Tags
+from transfer_queue.sampler.group_sampler import GroupSampler
+
+_COMPLETE = (CLOSED, READY, DRAWN, TRAINED)
+Key = tuple[int, int]
+Order = Callable[[Group], Key]
+
+
+class ReadyGroups:
+    """Follows a ready set. A group is ready once it is closed, no gate is against it, and all its rows are in the set.
+
+    ``order``: the key by which groups are drawn; None: as they became ready.
+    """
+
+    def __init__(self, ready: ReadySet, groups: Groups, order: Order | None, task: str) -> None:
+        self.groups = groups
+        self._task = task
+        self.order = order
+        self._arrivals = 0
+        self._num_ready: dict[int, int] = {}
+        self._sorted: list[tuple[Key, int]] = []
+        self._keys: dict[int, Key] = {}
+        groups.followers.add(self)
+        for rows in ready.blocks():
+            self.changed(rows, True)
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def __iter__(self) -> Iterator[Group]:
+        """In the sampler's order."""
+        live = self.groups.live
+        return (live[index] for _, index in self._sorted)
+
+    def __contains__(self, group: Group) -> bool:
+        return group.index in self._keys
+
+    def changed(self, rows: Rows, present: bool) -> None:
+        """These rows are ready now, or not any more."""
+        heads = self.groups.heads_of(rows)
+        heads, counts = np.unique(heads[heads >= 0], return_counts=True)
+        for head, count in zip(heads.tolist(), counts.tolist(), strict=True):
+            left = self._num_ready.get(head, 0) + (count if present else -count)
+            if left:
+                self._num_ready[head] = left
+            else:
+                self._num_ready.pop(head, None)
+            group = self.groups.live.get(head)
+            if group is not None:
+                self.group_changed(group)
+
+    def group_changed(self, group: Group) -> None:
+        """Its state, its gate or its rows have changed."""
+        num_ready = self._num_ready.get(group.index, 0)
+        is_ready = (
+            group.state in _COMPLETE
+            and group.passed
+            and 0 < num_ready == group.num_members
+            and group.is_for(self._task)
+        )
+        known = self._keys.get(group.index)
+        if is_ready and known is None:
+            self._arrivals += 1
+            key = (self._arrivals, 0) if self.order is None else self.order(group)
+            self._keys[group.index] = key
+            insort(self._sorted, (key, group.index))
+        elif not is_ready and known is not None:
+            del self._sorted[bisect_left(self._sorted, (known, group.index))]
+            del self._keys[group.index]
+        if is_ready != (known is not None):
+            self.groups.drawable(group, is_ready)
+
+
+class TaskGroups:
+    """The groups that a task may draw, as its sampler sees them: see ``DrawableGroups``."""
+
+    def __init__(self, groups: Groups, ready: ReadySet, sampler: GroupSampler, task: str) -> None:
+        known = ready.follower
+        fits = isinstance(known, ReadyGroups) and known.groups is groups and known.order is sampler.order_key
+        if not isinstance(known, ReadyGroups) or not fits:
+            known = ready.follower = ReadyGroups(ready, groups, sampler.order_key, task)
+        self._ready, self._groups, self._task = known, groups, task
+        self.step = groups.work.step_of(task)
+
+    def __len__(self) -> int:
+        return len(self._ready)
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._ready)
+
+    def __contains__(self, group: Group) -> bool:
+        return group in self._ready
+
+    def unfinished(self) -> Iterator[Group]:
+        """All that the task has still to draw, in the order of first leases."""
+        return (
+            group for group in self._groups.unfinished.values()
+            if self._task not in group.drawn_by and group.is_for(self._task)
+        )  # fmt: skip
+
+    def tags_of_members(self, group: Group) -> list[Tags]:
+        return self._groups.tags_of_members(group)

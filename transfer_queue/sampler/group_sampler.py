@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GroupSampler: draws whole groups, and bounds how many are begun and how old they get."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Literal, Protocol
+
+from transfer_queue.errors import SamplerError
+from transfer_queue.sampler.base import Picked, Round, RoundSampler
+from transfer_queue.sampler.karmarkar_karp import get_seqlen_balanced_partitions, karmarkar_karp
+
+ORDERS = ("oldest", "newest", "arrival")
+STALE = ("train", "wait", "drop")
+
+
+class GroupView(Protocol):
+    """One group, for a sampler. ``seq``: its place in the order of first leases."""
+
+    index: int
+    seq: int
+    version: int | None
+
+    def all_members(self) -> list[int]:
+        """Indexes of its rows."""
+
+
+class DrawableGroups(Protocol):
+    """The groups that a task may draw, in the order of its sampler. ``step``: the one that trains what is drawn now."""
+
+    step: int | None
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[GroupView]: ...
+    def __contains__(self, group: GroupView, /) -> bool: ...
+
+    def unfinished(self) -> Iterator[GroupView]:
+        """All that this task has still to draw and that work has begun on, in the order of first leases."""
+
+    def tags_of_members(self, group: GroupView) -> list[dict[str, Any]]:
+        """By row."""
+
+
+class GroupSampler(RoundSampler):
+    """Draws ``groups`` whole groups per step, and admits so many leases that they are trained young enough.
+
+    At most ``oversample * (ahead + 1) * groups`` groups hold a slot: they are leased, closed, ready, or drawn and not
+    trained yet. A fetch needs no ``batch_size``, and one has no effect.
+
+    Args:
+        groups: Per step, over all data-parallel ranks.
+        ahead: Steps that workers may be ahead of the trainer.
+        oversample: More groups than are needed, for gates that reject some.
+        order: Which ready groups are drawn first: those of the "oldest" version, the "newest", or by "arrival".
+        window: Only the first so many undrawn groups may be drawn, so that quick ones don't overtake slow ones. None:
+            no limit.
+        max_staleness: Most versions between a group's first lease and the step that trains it. None: no limit.
+        stale: What becomes of older groups: "train" them all the same; "wait" for slow groups in time, so that none
+            gets too old; or "drop" them, and their leases.
+        gate: A filter over the rows' tags, such as ``"std(reward) > 0"``. Groups that don't match are rejected.
+        balance: Tag with the length of a row. Ranks then get groups of about the same length in all.
+        dp_size: Data-parallel ranks, which must divide ``groups``. None: as the task was registered.
+    Raises:
+        SamplerError: an impossible value; it is a ValueError.
+    Examples:
+        >>> client.register_task("actor", tq.GroupSampler(groups=8, ahead=1, gate="std(reward) > 0"))
+    """
+
+    def __init__(
+        self,
+        groups: int,
+        ahead: int = 1,
+        oversample: float = 1.0,
+        order: Literal["oldest", "newest", "arrival"] = "oldest",
+        window: int | None = None,
+        max_staleness: int | None = None,
+        stale: Literal["train", "wait", "drop"] = "train",
+        gate: str | None = None,
+        balance: str | None = None,
+        dp_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        for name, number, least in (
+            ("groups", groups, 1), ("ahead", ahead, 0), ("window", window, 1), ("max_staleness", max_staleness, 0),
+            ("dp_size", dp_size, 1),
+        ):  # fmt: skip
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < least):
+                raise SamplerError(f"{name} must be a whole number of at least {least}, got {number!r}.")
+        if not 1.0 <= oversample < math.inf:
+            raise SamplerError(f"oversample must be at least 1, got {oversample!r}.")
+        if order not in ORDERS or stale not in STALE:
+            raise SamplerError(
+                f"order must be one of {', '.join(ORDERS)}, and stale one of {', '.join(STALE)}; got {order!r} and "
+                f"{stale!r}."
+            )
+        if stale != "train" and max_staleness is None:
+            raise SamplerError(f"stale={stale!r} needs max_staleness, which says what is too old.")
+        if window is not None and window < groups:
+            raise SamplerError(f"window must be at least groups ({groups}), got {window}: a draw takes as many.")
+        self.groups, self.ahead, self.oversample, self.order, self.window = groups, ahead, oversample, order, window
+        self.max_staleness, self.stale, self.gate, self.balance = max_staleness, stale, gate, balance
+        self.dp_size = dp_size
+
+    @property
+    def budget(self) -> int:
+        """The number of slots."""
+        slots = math.ceil(self.oversample * (self.ahead + 1) * self.groups)
+        if self.stale == "wait" and self.max_staleness is not None:
+            return min(slots, (self.max_staleness + 1) * self.groups)
+        return slots
+
+    @property
+    def order_key(self) -> Any:
+        """By which ready groups are sorted; None: as they become ready."""
+        return {"oldest": _oldest, "newest": _newest, "arrival": None}[self.order]
+
+    def samples_needed(self, batch_size: int, dp_size: int | None) -> int:
+        return 1
+
+    def check(self, batch_size: int, dp_size: int | None) -> None:
+        self._check_ranks(dp_size)
+        if self.groups % (dp_size or 1):
+            raise SamplerError(
+                f"groups ({self.groups}, over all ranks) must be a multiple of dp_size ({dp_size}), so that every rank "
+                f"gets as many."
+            )
+
+    def check_tail(self, tail: str | None) -> None:
+        """Raise SamplerError for a tail policy that would tear groups apart."""
+        if tail == "pad":
+            raise SamplerError(
+                "tail='pad' repeats rows to fill a round, and a row that is repeated would count twice in what is "
+                "computed over its group. A GroupSampler takes 'drop' or 'uneven_ok'."
+            )
+
+    def sample(self, ready_indexes: Sequence[int], batch_size: int, *args: Any, **kwargs: Any) -> Picked:
+        """Only a queue can draw groups."""
+        raise SamplerError("GroupSampler draws groups of a queue's partition, and takes no sampling_config.")
+
+    def round(self, wanted: Round) -> list[list[int]]:
+        queue: DrawableGroups = wanted.partition.group_queue(wanted.ready, self)
+        return self._dealt(queue, self.pick(queue), len(wanted.ranks))
+
+    def last_round(self, wanted: Round) -> list[list[int]]:
+        """What a sealed partition has left; fewer ranks may get some."""
+        queue: DrawableGroups = wanted.partition.group_queue(wanted.ready, self)
+        return self._dealt(queue, list(queue), len(wanted.ranks))
+
+    # ---- which groups ----
+
+    def pick(self, queue: DrawableGroups) -> list[GroupView]:
+        """The groups of the next step; [] while there are too few, or slow ones must come first."""
+        chosen = self._first(queue)
+        if len(chosen) < self.groups:
+            return []
+        if self.stale != "wait" or queue.step is None or self._keeps_bound(queue, chosen):
+            return chosen
+        chosen = sorted((group for group in queue.unfinished() if group in queue), key=_oldest)[: self.groups]
+        # Where all that was begun is ready, waiting would change nothing.
+        is_waiting = any(group not in queue for group in queue.unfinished())
+        return [] if is_waiting and not self._keeps_bound(queue, chosen) else chosen
+
+    def _first(self, queue: DrawableGroups) -> list[GroupView]:
+        if self.window is None:
+            return list(islice(queue, self.groups))
+        allowed = {group.index for group in islice(queue.unfinished(), self.window)}
+        return list(islice((group for group in queue if group.index in allowed), self.groups))
+
+    def _keeps_bound(self, queue: DrawableGroups, chosen: Iterable[GroupView]) -> bool:
+        """Whether all others can still be trained in time, as many in each step as a step takes."""
+        assert self.max_staleness is not None
+        assert queue.step is not None
+        taken = {group.index for group in chosen}
+        others = (group for group in queue.unfinished() if group.index not in taken and group.version is not None)
+        steps_left = sorted(group.version + self.max_staleness - queue.step for group in others)  # type: ignore[operator]
+        return all(number < left * self.groups for number, left in enumerate(steps_left))
+
+    # ---- which rank ----
+
+    def _dealt(self, queue: DrawableGroups, chosen: list[GroupView], num_ranks: int) -> list[list[int]]:
+        members = [group.all_members() for group in chosen]
+        if num_ranks == 1 or not chosen:
+            return [[index for own in members for index in own]] if chosen else []
+        if self.balance is None:
+            parts = [list(range(rank, len(chosen), num_ranks)) for rank in range(num_ranks)]
+        elif len(chosen) % num_ranks:
+            parts = karmarkar_karp(self._lengths(queue, chosen), num_ranks, equal_size=False)
+        else:
+            parts = get_seqlen_balanced_partitions(self._lengths(queue, chosen), num_ranks, equal_size=True)
+        return [[index for at in part for index in members[at]] for part in parts if part]
+
+    def _lengths(self, queue: DrawableGroups, chosen: list[GroupView]) -> list[float]:
+        lengths = []
+        for group in chosen:
+            own = [tags.get(str(self.balance)) for tags in queue.tags_of_members(group)]
+            numbers = [each for each in own if isinstance(each, (int, float)) and not isinstance(each, bool)]
+            if len(numbers) < len(own):
+                raise SamplerError(
+                    f"a row of a group has tag {self.balance!r} = {own!r:.80}; ranks are balanced by it, so it must be "
+                    f"a number. Put it with the row."
+                )
+            lengths.append(float(sum(numbers)))
+        return lengths
+
+
+def _oldest(group: GroupView) -> tuple[int, int]:
+    return (-1 if group.version is None else group.version), group.seq
+
+
+def _newest(group: GroupView) -> tuple[int, int]:
+    return (0 if group.version is None else -group.version), group.seq
