@@ -70,7 +70,8 @@ def stage(plane: ControlPlane, state: bytes, now: float = 0.0) -> int:
 
 def lasting(state: bytes) -> SavedQueue:
     """What is saved, but for how often something was made or restored."""
-    return msgspec.structs.replace(msgspec.msgpack.decode(state, type=SavedQueue), incarnations=0)
+    saved = msgspec.msgpack.decode(state, type=SavedQueue)
+    return msgspec.structs.replace(saved, incarnations=0, next_lease=1)
 
 
 class RestoredMachine(PlaneMachine):
