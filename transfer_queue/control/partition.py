@@ -382,8 +382,8 @@ class Partition:
         )
 
     def is_exhausted(self, consumer: Consumer, unmatched: int) -> bool:
-        """Whether there are samples, none is pre-allocated or reserved, and the task consumed all but ``unmatched``."""
-        under_way = self.num_free or self.num_reserved
+        """Whether there are samples, none is still to come, and the task consumed all but ``unmatched``."""
+        under_way = self.num_free or self.num_reserved or (self.num_samples is not None and not self.sealed)
         return bool(self.num_live) and not under_way and consumer.num_unconsumed == unmatched
 
     def all_inserted(self) -> bool:
