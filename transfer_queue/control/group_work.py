@@ -166,14 +166,13 @@ def joined(state: PlaneState, call: Call, partition: Partition, members: p.Membe
     groups.join(group, members, indexes.tolist())
     if lease is None and not members.closes:
         state.leases.revive(call, members.lease, groups, group)
+    if lease is not None and members.closes:
+        lease.parts = [part for part in lease.parts if part not in group.closed]
+        if not lease.parts:
+            state.leases.end(lease)
+    if lease is None or members.closes:
         groups.note_free_parts(group, bool(state.leases.free_parts(group)))
         groups.rest(group, bool(state.leases.holders(group)))
-    if members.closes:
-        if lease is not None:
-            lease.parts = [part for part in lease.parts if part not in group.closed]
-            if not lease.parts:
-                state.leases.end(lease)
-        groups.note_free_parts(group, bool(state.leases.free_parts(group)))
     judge(state, partition, group)
     settle(state, partition)
 
@@ -444,8 +443,10 @@ def trained(state: PlaneState, task: str, drawn: Iterable[tuple[Groups, Group]])
     trainer = state.leases.trainer(task)
     touched: dict[int, Groups] = {}
     for groups, group in drawn:
-        trainer.is_over(group.index)
-        if groups.live.get(group.index) is group:
+        known = groups.live.get(group.index)
+        if known is None or known is group:  # else it has left since, and waits again
+            trainer.is_over(group.index)
+        if known is group:
             if groups.trained(group, task):
                 state.leases.free(group)
             touched[id(groups)] = groups

@@ -393,11 +393,13 @@ class Groups:
         group.drawn_by -= {task}
         group.trained_by -= {task}
         group.acked_by -= {task}
-        if group.index not in self.unfinished:
+        is_drawn = bool(group.drawn_by) and group.drawn_by.issuperset(group.terms.tasks)
+        if group.index not in self.unfinished and not is_drawn:
             self.unfinished[group.index] = group
             self._order()
+        is_trained = bool(group.trained_by) and group.trained_by.issuperset(group.terms.tasks)
         if group.state in (DRAWN, TRAINED):
-            self._set(group, DRAWN if group.drawn_by else CLOSED)
+            self._set(group, CLOSED if not group.drawn_by else TRAINED if is_trained else DRAWN)
         self._changed(group)
 
     def drew(self, task: str, batches: Iterable[tuple[Hashable, int | None, Rows]]) -> None:

@@ -61,7 +61,8 @@ class Worker(Holding):
 class Trainer:
     """A task that draws groups: the slots that are taken, and what it has drawn and not trained yet.
 
-    ``rounds``: by step, (index, its groups). ``batches``: by reader and batch, the same. ``rejected``: groups in a row; ``seen``: what the gate saw of them.
+    ``rounds``: by step, (index, its groups). ``batches``: by reader and batch, the same. ``rejected``: groups in a row;
+    ``seen``: what the gate saw of them.
     """
 
     __slots__ = ("batches", "charged", "last_reason", "last_step", "rejected", "rounds", "seen")
