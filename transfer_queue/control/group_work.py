@@ -37,6 +37,11 @@ class PartitionWork:
     def step_of(self, task: str) -> int | None:
         return self._state.leases.step_of(task, self._partition.name)
 
+    def overtook(self, task: str, seq: int) -> list[int]:
+        drawn = self._state.leases.trainer(task).drawn
+        own = drawn[self._partition.serial] = [at for at in drawn.get(self._partition.serial, ()) if at > seq]
+        return own
+
     def before_draw(self, task: str) -> None:
         state, groups = self._state, self._groups
         for group in list(groups.unjudged.values()):
@@ -55,6 +60,12 @@ class PartitionWork:
             for _, group in drawn:
                 groups.drawn(group, task)
         groups.flush()
+        sampler = self._state.leases.sampler(task)
+        if sampler is not None and sampler.window is not None:
+            seqs = [groups.live[head].seq for _, _, heads in batches for head in heads if head in groups.live]
+            places = trainer.drawn.setdefault(self._partition.serial, [])
+            places.extend(seqs)
+            places.sort()
 
     def gave_back(self, task: str, heads: list[int]) -> None:
         groups, trainer = self._groups, self._state.leases.trainer(task)
@@ -62,6 +73,7 @@ class PartitionWork:
             group = groups.live.get(head)
             trainer.gives_back(head)
             if group is not None:
+                trainer.undrawn(self._partition.serial, group.seq)
                 groups.undrawn(group, task)
         groups.flush()
 
