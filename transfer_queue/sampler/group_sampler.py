@@ -151,12 +151,13 @@ class GroupSampler(RoundSampler):
         chosen = self._first(queue)
         if len(chosen) < self.groups:
             return []
-        if self.stale != "wait" or queue.step is None or self._keeps_bound(queue, chosen):
+        last, step = self.max_staleness, queue.step
+        if self.stale != "wait" or step is None or last is None or self._keeps_bound(queue, chosen, last - step):
             return chosen
         chosen = sorted((group for group in queue.unfinished() if group in queue), key=_oldest)[: self.groups]
         # Where all that was begun is ready, waiting would change nothing.
         is_waiting = any(group not in queue for group in queue.unfinished())
-        return [] if is_waiting and not self._keeps_bound(queue, chosen) else chosen
+        return [] if is_waiting and not self._keeps_bound(queue, chosen, last - step) else chosen
 
     def _first(self, queue: DrawableGroups) -> list[GroupView]:
         if self.window is None:
@@ -172,13 +173,14 @@ class GroupSampler(RoundSampler):
             allowed.add(group.index)
         return list(islice((group for group in queue if group.index in allowed), self.groups))
 
-    def _keeps_bound(self, queue: DrawableGroups, chosen: Iterable[GroupView]) -> bool:
-        """Whether all others can still be trained in time, as many in each step as a step takes."""
-        assert self.max_staleness is not None
-        assert queue.step is not None
+    def _keeps_bound(self, queue: DrawableGroups, chosen: Iterable[GroupView], spare: int) -> bool:
+        """Whether all others can still be trained in time, as many in each step as a step takes.
+
+        ``spare``: added to a group's version, the number of steps after this one in which it may be trained.
+        """
         taken = {group.index for group in chosen}
-        others = (group for group in queue.unfinished() if group.index not in taken and group.version is not None)
-        steps_left = sorted(group.version + self.max_staleness - queue.step for group in others)  # type: ignore[operator]
+        others = [group.version for group in queue.unfinished() if group.index not in taken]
+        steps_left = sorted(version + spare for version in others if version is not None)
         return all(number < left * self.groups for number, left in enumerate(steps_left))
 
     # ---- which rank ----
