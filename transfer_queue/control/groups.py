@@ -76,6 +76,9 @@ class Work(Protocol):
     def step_of(self, task: str) -> int | None:
         """The step for which the task draws next; None: nobody has said which version trains."""
 
+    def overtook(self, task: str, seq: int) -> list[int]:
+        """Places behind this one, in the order of first leases, that the task has drawn. Earlier ones are forgotten."""
+
     def drew(self, task: str, batches: Sequence[tuple[Hashable, int | None, list[int]]]) -> None:
         """A round of the task: by reader and batch, the heads of its groups. ``batch`` None: the reader's next one."""
 
@@ -101,6 +104,7 @@ class Groups:
         """Those with an open part that no lease has."""
         self.counts: Counter[str] = Counter()
         """Groups by state, without those that wait for their first lease; of those that left, all that ever did."""
+        self.num_arrivals = 0
         self.num_under_work = 0
         """Groups whose members are not complete, without those that wait for their first lease."""
         self.unjudged: dict[int, Group] = {}
@@ -397,11 +401,13 @@ class Groups:
         group.drawn_by -= {task}
         group.trained_by -= {task}
         group.acked_by -= {task}
-        if group.index not in self.unfinished:
+        is_drawn = bool(group.drawn_by) and group.drawn_by.issuperset(group.terms.tasks)
+        if group.index not in self.unfinished and not is_drawn:
             self.unfinished[group.index] = group
             self._order()
+        is_trained = bool(group.trained_by) and group.trained_by.issuperset(group.terms.tasks)
         if group.state in (DRAWN, TRAINED):
-            self._set(group, DRAWN if group.drawn_by else CLOSED)
+            self._set(group, CLOSED if not group.drawn_by else TRAINED if is_trained else DRAWN)
         self._changed(group)
 
     def drew(self, task: str, batches: Iterable[tuple[Hashable, int | None, Rows]]) -> None:

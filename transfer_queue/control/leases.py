@@ -66,11 +66,13 @@ class Trainer:
     ``seen``: what the gate saw of them.
     """
 
-    __slots__ = ("batches", "charged", "last_reason", "last_step", "rejected", "rounds", "seen")
+    __slots__ = ("batches", "charged", "drawn", "last_reason", "last_step", "rejected", "rounds", "seen")
 
     def __init__(self) -> None:
         self.charged = self.rejected = 0
         self.last_step = -1
+        self.drawn: dict[int, list[int]] = {}
+        """By serial of the partition, places of drawn groups that may lie behind undrawn ones, ascending."""
         self.last_reason = ""
         self.rounds: dict[int, dict[int, Groups]] = {}
         self.batches: dict[Reader, dict[int, list[tuple[Groups, Group]]]] = {}
@@ -105,6 +107,12 @@ class Trainer:
 
     def partition_gone(self, serial: int) -> None:
         self.batches = {reader: batches for reader, batches in self.batches.items() if reader[0] != serial}
+        self.drawn.pop(serial, None)
+
+    def undrawn(self, serial: int, seq: int) -> None:
+        """The group of this place in the order of first leases may be drawn again."""
+        if seq in self.drawn.get(serial, ()):
+            self.drawn[serial].remove(seq)
 
     def is_over(self, index: int) -> None:
         """It has trained this group, or the group is gone."""
