@@ -105,6 +105,7 @@ class NewGroups(Holding):
         partition = self._state.find(self._partition, self._serial)
         if partition is None or partition.groups is None or not partition.groups.are_fresh(self._indexes):
             return False
+        partition.num_heads -= len(self._indexes)
         delete(self._state, partition, self._indexes.tolist())
         settle(self._state, partition)
         return True

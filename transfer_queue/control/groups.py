@@ -22,6 +22,7 @@ from transfer_queue.control.group_record import (
     FAILED,
     LEFT,
     READY,
+    REJECTED,
     RESERVED,
     RUNNING,
     TRAINED,
@@ -101,6 +102,8 @@ class Groups:
         """Those with an open part that no lease has."""
         self.counts: Counter[str] = Counter()
         """Groups by state, without those that wait for their first lease; of those that left, all that ever did."""
+        self.rejected: Counter[str] = Counter()
+        """By gate, or other reason, how many were."""
         self.num_under_work = 0
         """Groups whose members are not complete, without those that wait for their first lease."""
         self.unjudged: dict[int, Group] = {}
@@ -347,10 +350,16 @@ class Groups:
     def leave(self, group: Group, state: str, reason: str) -> Indexes:
         """It is not trained any more, and its rows are gone. The head stays. Returns them."""
         self._note(group, reason)
+        self._count_rejected(state, reason)
         members = group.all_members()
         self._set(group, state)
         del self.live[group.index]
         return self._clear(members)
+
+    def _count_rejected(self, state: str, reason: str) -> None:
+        if state == REJECTED:
+            reason = reason[:_REASON_LENGTH]
+            self.rejected[reason if reason in self.rejected or len(self.rejected) < _MOST_REASONS else "others"] += 1
 
     def retry(self, row: int) -> bool:
         """A group that has left waits again, as if it were new. Returns whether it had left."""
@@ -535,6 +544,7 @@ class Groups:
         state = tags["group.state"]
         if state in LEFT:
             self.counts[state] += 1
+            self._count_rejected(state, (tags.get("group.reason") or [""])[-1])
             return
         group = Group(index, terms, seq, tags.get("group.version"))
         group.attempts, group.worker_attempts, group.passed = attempts, worker_attempts, bool(passed)

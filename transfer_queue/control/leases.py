@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from fnmatch import fnmatchcase
 from functools import partial
+from operator import attrgetter
 from typing import Final
 
 from transfer_queue.calls import Call, Calls, Holding, Until, Wait
@@ -32,13 +33,15 @@ Reader = tuple[int, Hashable]
 
 
 class HeldLease:
-    """``parts``: those that it has not closed. ``renewed``: when its worker last said that work goes on."""
+    """``parts``: those that it has not closed. ``since``: when it was granted. ``renewed``: when its worker last said
+    that work goes on.
+    """
 
-    __slots__ = ("client", "group", "groups", "lease_s", "parts", "renewed", "token")
+    __slots__ = ("client", "group", "groups", "lease_s", "parts", "renewed", "since", "token")
 
     def __init__(self, token: int, client: str, groups: Groups, group: Group, parts: list[int], lease_s: float) -> None:
         self.token, self.client, self.groups, self.group = token, client, groups, group
-        self.parts, self.lease_s, self.renewed = parts, lease_s, 0.0
+        self.parts, self.lease_s, self.renewed, self.since = parts, lease_s, 0.0, 0.0
 
 
 class Worker(Holding):
@@ -234,6 +237,7 @@ class Leases:
     def grant(self, call: Call, groups: Groups, group: Group, parts: list[int], lease_s: float) -> HeldLease:
         """These parts are the session's."""
         lease = HeldLease(next(self._tokens), call.client, groups, group, parts, lease_s)
+        lease.since = self.calls.now
         self._hold(call, lease)
         return lease
 
@@ -316,6 +320,11 @@ class Leases:
         """Who works on it."""
         return [lease for token in set(group.tokens.values()) if (lease := self._by_token.get(token)) is not None
                 and lease.group is group]  # fmt: skip
+
+    def oldest_of(self, groups: Groups) -> HeldLease | None:
+        """Of the leases of these groups, the one that was granted first."""
+        own = (lease for lease in self._by_token.values() if lease.groups is groups)
+        return min(own, key=attrgetter("token"), default=None)
 
     def free_parts(self, group: Group) -> list[int]:
         """Open parts that no lease has."""

@@ -53,6 +53,7 @@ class Partition:
         self.last_published: float | None = None
         self.num_live = 0
         self.num_published = 0
+        self.num_heads = 0  # of groups that were ever added
         self.num_withdrawn = 0
         """Samples that were published and no longer count as such, because their put was cancelled."""
         self.num_rewrites = 0
@@ -211,6 +212,8 @@ class Partition:
                 self.num_published += len(fresh)
                 for consumer in self.consumers.values():
                     consumer.inserted(len(fresh))
+            else:
+                self.num_heads += len(fresh)
             self.listed.appeared(fresh)
         self.seal_if_complete()
 

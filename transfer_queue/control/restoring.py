@@ -94,7 +94,7 @@ class Restored:
         if partition is None:
             partition = Partition(saved.name, saved.incarnation, self.allocator, saved.preallocate, saved.num_samples)
             partition.sealed, partition.num_published = saved.sealed, saved.num_published
-            partition.num_puts = saved.num_puts
+            partition.num_puts, partition.num_heads = saved.num_puts, saved.num_heads
             partition.last_published = None if saved.published_ago_s is None else self._now - saved.published_ago_s
             partition.missing_free = saved.missing_free
             self.partitions[saved.name] = partition

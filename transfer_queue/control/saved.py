@@ -127,6 +127,7 @@ class SavedPartition(msgspec.Struct):
     tags: list[bytes] = []
     published_ago_s: float | None = None
     missing_free: int = 0
+    num_heads: int = 0
 
 
 class SavedSampler(msgspec.Struct):
