@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning as L
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
@@ -106,9 +108,11 @@ class Actor(L.LightningModule):
         )
         return result.loss
 
-    def on_train_epoch_end(self) -> None:
-        """Answer the held-out tasks with the current weights, greedily."""
-        self.log("val/accuracy", accuracy(self.policy, self._held_out()), prog_bar=True, sync_dist=True)
+    def on_train_batch_end(self, *_: Any) -> None:
+        """After an epoch, answer the held-out tasks with the current weights, greedily."""
+        if self.trainer.is_last_batch:
+            share = accuracy(self.policy, self._held_out())
+            self.log("val/accuracy", share, on_step=False, on_epoch=True, prog_bar=True, sync_dist=True)
 
     def _held_out(self) -> list[Task]:
         return make_tasks("validation", self.validation_tasks, self.seed)
