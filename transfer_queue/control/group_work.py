@@ -334,19 +334,21 @@ def reads(state: PlaneState, call: Call) -> None:
 
 
 def deadline(state: PlaneState, groups: Groups, group: Group) -> None:
-    """The patience with this group is over."""
+    """The patience with this group is over: it is closed with the parts that it has, or expires."""
     partition = state.find(groups.partition.name, groups.partition.serial)
-    if partition is None or groups.live.get(group.index) is not group or not group.is_under_work:
+    if partition is None or groups.live.get(group.index) is not group:
         return
-    gone = groups.late(group)
-    if gone is None:
-        text = f"{len(group.closed)} of {group.terms.parts} parts were closed in {group.terms.deadline_s:.4g} s"
-        leave(state, partition, group, EXPIRED, text)
-    else:
+    if group.is_under_work and len(group.closed) >= (group.terms.min_parts or group.terms.parts):
         for lease in state.leases.holders(group):
             state.leases.abort(lease)
-        _gone(state, gone)
+        _gone(state, groups.late(group))
         judge(state, partition, group)
+    patience = f"in {group.terms.deadline_s:.4g} s"
+    if group.is_under_work:
+        text = f"{len(group.closed)} of {group.terms.parts} parts were closed {patience}"
+        leave(state, partition, group, EXPIRED, text)
+    elif group.index in groups.unjudged:
+        leave(state, partition, group, EXPIRED, f"its rows did not get the tags of its gate {patience}")
     settle(state, partition)
 
 

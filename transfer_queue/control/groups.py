@@ -344,20 +344,16 @@ class Groups:
         if group.state in UNDER_WORK:
             self._set(group, RUNNING if has_holder else WAITING)
 
-    def late(self, group: Group) -> Indexes | None:
-        """Its deadline is over. Returns the rows that are gone. None: too few parts are closed, so that it expires."""
-        if len(group.closed) < (group.terms.min_parts or group.terms.parts):
-            return None
+    def late(self, group: Group) -> Indexes:
+        """Its deadline is over, and enough parts are closed. Returns the rows of the others, which are gone."""
         gone = [index for part in group.open_parts() for index in group.members.get(part, ())]
         self._set(group, CLOSED)
-        cleared = self._clear(gone)
-        if not group.num_members:  # others have cleared what was closed
-            self.emptied[group.index] = group
-        return cleared
+        return self._clear(gone)
 
     def leave(self, group: Group, state: str, reason: str) -> Indexes:
         """It is not trained any more, and its rows are gone. The head stays. Returns them."""
-        self._note(group, reason)
+        if group.reasons[-1:] != [reason[:_REASON_LENGTH]]:  # the last attempt may have said so
+            self._note(group, reason)
         self._count_rejected(state, reason)
         members = group.all_members()
         self._set(group, state)
@@ -375,7 +371,9 @@ class Groups:
         if number >= 0 or index in self.live:
             return False
         rows = np.array([row], dtype=np.intp)
-        tags = {name: own for name, own in self.partition.tags[index].items() if not name.startswith(RESERVED)}
+        before = self.partition.tags[index]
+        self.counts[before["group.state"]] -= 1
+        tags = {name: own for name, own in before.items() if not name.startswith(RESERVED)}
         terms = self.terms[-number - 1]
         self._wait_for_first(rows, terms)
         tags |= {"group.state": WAITING, "group.parts": terms.parts}

@@ -288,10 +288,10 @@ class Leases:
         now = self.calls.now
         if worker.wakes_at > now:
             return
-        for lease in list(worker.leases.values()):
-            if lease.renewed + lease.lease_s <= now:
-                text = f"worker {worker.client!r} did not renew its lease for {lease.lease_s:.4g} s"
-                self.lose(lease, text, "worker")
+        late = [lease for lease in worker.leases.values() if lease.renewed + lease.lease_s <= now]
+        for lease, blame in _blamed_once(late):
+            text = f"worker {worker.client!r} did not renew its lease for {lease.lease_s:.4g} s"
+            self.lose(lease, text, blame)
         if worker.leases:
             self._watch(worker, min(lease.renewed + lease.lease_s for lease in worker.leases.values()))
 
@@ -328,9 +328,9 @@ class Leases:
         how = "died" if died else "left without closing it"
         # Its timer may still come, and must not find them: a later session may have the same name.
         leases, worker.leases = list(worker.leases.values()), {}
-        for lease in leases:
+        for lease, blame in _blamed_once(leases):
             if self.end(lease):
-                self.lost(lease, f"worker {worker.client!r} {how}", "worker")
+                self.lost(lease, f"worker {worker.client!r} {how}", blame)
 
     def holders(self, group: Group) -> list[HeldLease]:
         """Who works on it."""
@@ -375,6 +375,12 @@ class Leases:
 
     def partition_made(self, name: str) -> None:
         self._ended.pop(name, None)
+
+
+def _blamed_once(leases: Iterable[HeldLease]) -> list[tuple[HeldLease, str | None]]:
+    """One worker is lost once for each of its groups, however many parts it had leased."""
+    found: dict[int, HeldLease] = {}
+    return [(lease, "worker" if found.setdefault(lease.group.index, lease) is lease else None) for lease in leases]
 
 
 def is_pattern(name: str) -> bool:
