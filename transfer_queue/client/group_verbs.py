@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 import msgspec
+import torch
 from tensordict import TensorDict
 
 from transfer_queue import protocol as p
@@ -192,7 +193,7 @@ class GroupVerbs(Gets, Puts, ClientBase):
             for batch in reply.heads:
                 meta = to_meta(batch)
                 data = await self.async_get_data(meta) if batch.fields else TensorDict({}, [meta.size])
-                each = rows_at(data, [[row] for row in range(meta.size)])
+                each = [_dense(row) for row in rows_at(data, [[row] for row in range(meta.size)])]
                 named = zip(meta.global_indexes, each, meta.custom_meta, strict=True)
                 heads.update({(batch.partition, index): (row, tags) for index, row, tags in named})
         except BaseException:
@@ -266,7 +267,7 @@ class GroupVerbs(Gets, Puts, ClientBase):
         """
         return int((await self.session.ask(p.RetryGroups, p.Done, partition, where)).value)
 
-    async def async_reject_groups(self, metadata: BatchMeta, reason: str) -> int:
+    async def async_reject(self, metadata: BatchMeta, reason: str) -> int:
         """A trainer has no use for the groups of this batch: they leave, and their slots are free.
 
         Returns:
@@ -276,10 +277,10 @@ class GroupVerbs(Gets, Puts, ClientBase):
             >>> meta = client.add_groups({"prompt": torch.arange(1)}, "train", tasks=["actor"])
             >>> rows = client.lease("train")[0].close({"response": torch.arange(3)})
             >>> batch = client.get_meta(["response"], 1, "train", task_name="actor")
-            >>> client.reject_groups(batch, "longer than the context")
+            >>> client.reject(batch, "longer than the context")
             1
         """
-        check_meta("reject_groups", metadata)
+        check_meta("reject", metadata)
         count = 0
         for part in metadata.chunk_by_partition() if metadata.size else ():
             for some in parts_of(part.size):
@@ -318,6 +319,14 @@ class GroupVerbs(Gets, Puts, ClientBase):
         wanted = [fields] if isinstance(fields, str) else None if fields is None else list(fields)
         batch = await self.session.ask(p.Describe, p.Batch, partition, wanted, p.pack_indexes(heads))
         return await self.async_get_data(to_meta(batch), layout=layout)
+
+
+def _dense(row: TensorDict) -> TensorDict:
+    """One row has one shape, so that it needs no nested tensors."""
+    for name, column in row.items():
+        if isinstance(column, torch.Tensor) and column.is_nested:
+            row.set(name, column.unbind()[0].unsqueeze(0))
+    return row
 
 
 def _request(

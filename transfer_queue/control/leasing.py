@@ -219,7 +219,7 @@ def end_lease(state: PlaneState, call: Call, request: p.EndLease) -> p.Reply:
             raise LeaseLostError("this lease was lost before it was released: its attempt counts already.")
         state.leases.end(own)
         own.groups.void(group, own.token)
-        group_work.lost(state, own, request.reason, request.blame)
+        group_work.lost(state, own, request.reason, None if request.blame == "nobody" else request.blame)
     return p.Done(request.id)
 
 
