@@ -249,6 +249,7 @@ def _causes(told: Numbers) -> Iterator[str]:
         others = " and maybe others" * (len(owed_by) >= _MOST_OWING)
         owing = f" by client{'s' * (len(owed_by) > 1)} {', '.join(owed_by)}{others}" if owed_by else ""
         yield f"{count:,} {_be(count)} reserved{owing} and not put yet"
+    yield from told.get("groups", ())
     yield from (f"{_counted(n)} lost {name!r} with a storage unit" for name, n in told.get("lost", {}).items())
     yield from _about_the_partition(told)
 

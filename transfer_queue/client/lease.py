@@ -58,8 +58,11 @@ class Lease:
         1
     """
 
-    def __init__(self, client: LeaseClient, granted: p.GrantedLease, head: TensorDict, tags: Mapping[str, Any]) -> None:
+    def __init__(
+        self, client: LeaseClient, granted: p.GrantedLease, head: TensorDict, tags: Mapping[str, Any], lease_s: float
+    ) -> None:
         self._client = client
+        self._lease_s = lease_s
         self._granted = granted
         self._open = list(granted.parts)
         self._lost = False
@@ -206,10 +209,14 @@ class Lease:
     ) -> BatchMeta:
         members = self._members(self._parts(part), closes)
         try:
-            return await self._client.put_members(as_tensordict(rows), self.partition, tags, members)
+            meta = await self._client.put_members(as_tensordict(rows), self.partition, tags, members)
         except LeaseLostError:
             self._is_lost()
             raise
+        if self._lost and not closes:  # it was late, and nobody else had the work: the lease goes on
+            self._lost = False
+            self._client.renewals.add([self], self._lease_s)
+        return meta
 
     async def _end(self, how: str, parts: list[int], reason: str = "", blame: str = "worker") -> None:
         members, reason = self._members(parts), reason[:1000]

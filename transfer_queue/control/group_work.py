@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
@@ -11,7 +12,7 @@ from transfer_queue import protocol as p
 from transfer_queue.calls import Call, Holding, Until
 from transfer_queue.control.consumer import UNLEDGERED
 from transfer_queue.control.gate import parse_gate
-from transfer_queue.control.group_record import CLOSED, DRAWN, EXPIRED, READY, REJECTED, STALE, TRAINED, Group
+from transfer_queue.control.group_record import CLOSED, DRAWN, EXPIRED, READY, REJECTED, STALE, TRAINED, WAITING, Group
 from transfer_queue.control.groups import Groups
 from transfer_queue.control.leases import LEASES, STARVED_AFTER, HeldLease
 from transfer_queue.control.ledger import Entry
@@ -36,6 +37,20 @@ class PartitionWork:
 
     def step_of(self, task: str) -> int | None:
         return self._state.leases.step_of(task, self._partition.name)
+
+    def causes(self, task: str) -> list[str]:
+        leases, sampler = self._state.leases, self._state.leases.sampler(task)
+        left = [each for each in self._groups.unfinished.values() if each.is_for(task) and task not in each.drawn_by]
+        numbers = Counter(group.state for group in left) + Counter({WAITING: self._groups.num_fresh})
+        counted = ", ".join(f"{count} {state}" for state, count in numbers.items()) or "none there"
+        found = [f"groups: a step takes {sampler.groups}, {counted}"] if sampler is not None else []
+        if sampler is not None and sampler.gate is not None and self._groups.unjudged:
+            names = ", ".join(map(repr, sorted(parse_gate(sampler.gate).tags)))
+            found.append(f"{len(self._groups.unjudged)} of them are to be judged, once all their rows have tag {names}")
+        workers = {lease.client for lease in (leases.holders(left[0]) if left else ())}
+        if workers:
+            found.append(f"the first one is worked on by client {', '.join(sorted(workers))}")
+        return found
 
     def overtook(self, task: str, seq: int) -> list[int]:
         drawn = self._state.leases.trainer(task).drawn

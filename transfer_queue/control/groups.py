@@ -76,6 +76,7 @@ class Work(Protocol):
     def step_of(self, task: str) -> int | None:
         """The step for which the task draws next; None: nobody has said which version trains."""
 
+    def causes(self, task: str) -> list[str]: ...
     def overtook(self, task: str, seq: int) -> list[int]:
         """Places behind this one, in the order of first leases, that the task has drawn. Earlier ones are forgotten."""
 

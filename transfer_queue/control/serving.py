@@ -469,6 +469,7 @@ class ServedFetch:
             fetch.id, wanted, ready, samples, {name: count for name, count in lacking.items() if count},
             None if last is None else now - last, partition.schema.written(), unmatched=unmatched,
             sealed=partition.sealed, lost={n: len(own) for n, own in partition.lost().items() if n in fetch.fields},
+            groups=[] if self._groups is None else self._groups.work.causes(fetch.task),
         )  # fmt: skip
 
 
