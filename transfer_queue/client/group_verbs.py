@@ -103,6 +103,9 @@ class GroupVerbs(Gets, Puts, ClientBase):
         names = [uuid.uuid4().hex for _ in range(count)] if keys is None else list(keys)
         if len(names) != count or not all(isinstance(name, str) for name in names):
             raise InvalidRequestError(f"{count} heads were given with {len(names)} keys. Give one string per head.")
+        _check_terms(parts=parts, min_parts=min_parts, attempts=attempts, worker_attempts=worker_attempts)
+        if deadline_s is not None and not 0 < deadline_s <= p.LONGEST_WAIT_S:
+            raise InvalidRequestError(f"deadline_s must be a number of seconds above 0, got {deadline_s!r}.")
         terms = p.Terms(parts, min_parts, deadline_s, attempts, worker_attempts, tuple(tasks))
         by_row = tags_by_row(tags, count)
         metas = []
@@ -200,7 +203,9 @@ class GroupVerbs(Gets, Puts, ClientBase):
             await self.session.cancel(request.id)
             raise
         await self.session.post_done(request.id)  # now: if this process dies at its work, that counts as an attempt
-        found = [Lease(self, granted, *heads[granted.partition, granted.head]) for granted in reply.leases]
+        found = [
+            Lease(self, granted, *heads[granted.partition, granted.head], request.lease_s) for granted in reply.leases
+        ]
         self.renewals.add(found, request.lease_s)
         return found
 
@@ -327,6 +332,12 @@ def _dense(row: TensorDict) -> TensorDict:
         if isinstance(column, torch.Tensor) and column.is_nested:
             row.set(name, column.unbind()[0].unsqueeze(0))
     return row
+
+
+def _check_terms(**numbers: int | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= 2**16):
+            raise InvalidRequestError(f"{name} must be a whole number from 1 to {2**16}, got {number!r}.")
 
 
 def _request(

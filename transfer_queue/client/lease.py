@@ -64,8 +64,11 @@ class Lease:
         1
     """
 
-    def __init__(self, client: LeaseClient, granted: p.GrantedLease, head: TensorDict, tags: Mapping[str, Any]) -> None:
+    def __init__(
+        self, client: LeaseClient, granted: p.GrantedLease, head: TensorDict, tags: Mapping[str, Any], lease_s: float
+    ) -> None:
         self._client = client
+        self._lease_s = lease_s
         self._granted = granted
         self._open = list(granted.parts)
         self._lost = False
@@ -214,10 +217,14 @@ class Lease:
     ) -> BatchMeta:
         members = self._members(self._parts(part), closes)
         try:
-            return await self._client.put_members(as_tensordict(rows), self.partition, tags, members)
+            meta = await self._client.put_members(as_tensordict(rows), self.partition, tags, members)
         except LeaseLostError:
             self._is_lost()
             raise
+        if self._lost and not closes:  # it was late, and nobody else had the work: the lease goes on
+            self._lost = False
+            self._client.renewals.add([self], self._lease_s)
+        return meta
 
     async def _end(self, how: str, parts: list[int], reason: str = "", blame: str = "worker") -> None:
         members, reason = self._members(parts), reason[:1000]
@@ -377,6 +384,6 @@ class LeaseStream:
         for lease in [*([] if current is None else [current]), *self._taken]:
             if lease.is_open:
                 with suppress(TransferQueueError):
-                    blame = "worker" if lease is current else "nobody"
-                    await lease.async_release("its worker has stopped asking for leases", blame)
+                    text = "its worker has stopped asking for leases"
+                    await lease.async_release(text, "worker" if lease is current else "nobody")
         self._taken.clear()
