@@ -134,9 +134,13 @@ class ClientBase:
             []
             >>> other.close()
         """
+        self.end_threads()
         if self._storage is not None:
             run_blocking(self._storage.close())
         self.session.close()
+
+    def end_threads(self) -> None:
+        """What verbs have started ends. Idempotent."""
 
 
 async def _clear_by_field(

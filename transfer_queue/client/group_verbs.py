@@ -38,10 +38,10 @@ class GroupVerbs(Gets, Puts, ClientBase):
             self._renewals = Renewals(self)
         return self._renewals
 
-    def close(self) -> None:
+    def end_threads(self) -> None:
+        """The renewals of leases end. Idempotent."""
         if self._renewals is not None:
             self._renewals.close()
-        super().close()
 
     async def async_add_groups(
         self,
@@ -76,8 +76,8 @@ class GroupVerbs(Gets, Puts, ClientBase):
             GroupStateError: a key exists already, or the budgets of the tasks contradict each other.
             InvalidRequestError: impossible numbers, or a sealed partition.
         Examples:
-            >>> client.register_task("update_actor", tq.GroupSampler(groups=2))
-            >>> meta = client.add_groups({"prompt": torch.arange(8)}, "train", parts=4, tasks=["update_actor"])
+            >>> client.register_task("update_policy", tq.GroupSampler(groups=2))
+            >>> meta = client.add_groups({"prompt": torch.arange(8)}, "train", parts=4, tasks=["update_policy"])
             >>> len(client.lease("train", 8))  # the budget is two steps of two groups
             4
         """
@@ -257,6 +257,11 @@ class GroupVerbs(Gets, Puts, ClientBase):
 
         Returns:
             How many groups.
+        Examples:
+            >>> meta = client.add_groups({"prompt": torch.tensor([7])}, "train")
+            >>> rows = client.lease("train")[0].close({"response": torch.arange(3)})
+            >>> client.reject_groups(rows, "no use")
+            1
         """
         check_meta("reject_groups", metadata)
         count = 0

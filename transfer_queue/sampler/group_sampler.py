@@ -65,7 +65,7 @@ class GroupSampler(RoundSampler):
     Raises:
         SamplerError: an impossible value; it is a ValueError.
     Examples:
-        >>> client.register_task("update_actor", tq.GroupSampler(groups=8, ahead=1, gate="std(reward) > 0"))
+        >>> client.register_task("update_policy", tq.GroupSampler(groups=8, ahead=1, gate="std(reward) > 0"))
     """
 
     def __init__(
