@@ -52,8 +52,8 @@ def feed_groups(
         InvalidRequestError: epochs without "{epoch}" in the partition, or rows that can be read only once.
         EndOfPartitionError: the partition was cleared meanwhile.
     Examples:
-        >>> feed_groups([{"prompt": "1 + 1"}, {"prompt": "2 + 3"}], "train", parts=4, key="sum")
-        >>> [lease.key for lease in client.lease("train", 2)]
+        >>> feed_groups([{"prompt": "1 + 1"}, {"prompt": "2 + 3"}], "sums", parts=4, key="sum")
+        >>> [lease.key for lease in client.lease("sums", 2)]
         ['sum/0', 'sum/1']
     """
     check_int("epochs", epochs, 1)

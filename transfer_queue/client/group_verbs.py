@@ -39,19 +39,10 @@ class GroupVerbs(Gets, Puts, ClientBase):
             self._renewals = Renewals(self)
         return self._renewals
 
-    def close(self) -> None:
-        """End the session; leases end, what was put stays, and so do values that were read. Idempotent.
-
-        Examples:
-            >>> from transfer_queue.client import connect
-            >>> other = connect("evaluation", tq.init())  # another client of the same queue
-            >>> other.get_partition_list()
-            []
-            >>> other.close()
-        """
+    def end_threads(self) -> None:
+        """The renewals of leases end. Idempotent."""
         if self._renewals is not None:
             self._renewals.close()
-        super().close()
 
     async def async_add_groups(
         self,

@@ -184,6 +184,7 @@ def test_groups_are_counted_by_state_with_their_slots() -> None:
         if sample.name.startswith("tq_group")
     }  # fmt: skip
     assert found == {
-        ("tq_groups", name, "waiting"): 2, ("tq_groups", name, "running"): 1, ("tq_group_oldest_lease_seconds", name): 7,
+        ("tq_groups", name, "waiting"): 2, ("tq_groups", name, "running"): 1,
+        ("tq_group_oldest_lease_seconds", name): 7,
         ("tq_group_slots_used", "g"): 1, ("tq_group_slots_budget", "g"): 4,
     }  # fmt: skip
