@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from tensordict import NonTensorStack, TensorDict
 from transfer_queue.storage import KVStorageManager, StorageManager, StorageManagerFactory
 from transfer_queue.storage.bootstrap import StorageBootstrapProvider
 from transfer_queue.storage.clients import StorageClientFactory, StorageKVClient
+from transfer_queue.storage.messages import Commit
 
 DIRECTORY = "directory"
 
@@ -121,6 +123,24 @@ class FilesByHandManager(StorageManager):
         for index in metadata.global_indexes:
             for name in metadata.field_names:
                 self.files.clear(f"{index}@{name}")
+
+
+def manager_by_hand(queue: Any) -> StorageManager:
+    """As programs of the upstream package make one."""
+    backend = queue.backend.storage_backend
+    return StorageManagerFactory.create(backend, queue.controller.zmq_info, queue.backend[backend], zmq_context=None)
+
+
+def die_before_commit(client: Any, exit_code: int) -> None:
+    """From now on, when the client is about to commit a write."""
+    call_many = client.session.call_many
+
+    async def dying(asks: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(request, Commit) for _, request, _ in asks):
+            os._exit(exit_code)
+        return await call_many(asks, *args, **kwargs)
+
+    client.session.call_many = dying
 
 
 def simple(**storage: Any) -> dict[str, Any]:

@@ -12,8 +12,6 @@ import pytest
 import zmq
 from transport_kit import SOCKETS, Desk, desk_behind, held
 
-from transfer_queue.transport.base import Peer
-
 
 @pytest.fixture(scope="session", autouse=True)
 def thread_of_pyzmq() -> None:
@@ -31,7 +29,7 @@ def nothing_left() -> Iterator[None]:
 
 
 @pytest.fixture(params=["local", *SOCKETS])
-def desk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Callable[..., Any], Peer, Desk]]:
+def desk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Callable[..., Any], Any, Desk]]:
     """(makes callers, peer, what serves it)"""
     with desk_behind(request.param, tmp_path) as found:
         yield found

@@ -7,11 +7,12 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,6 +50,11 @@ class Backend:
 
     def column(self, indexes, field: str, layout: str | None = None):
         return self.get(indexes, field, layout=layout).get(field)
+
+
+def blocking(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Drive what a manager's coroutine does in this thread, as the blocking twin of a verb does."""
+    return run_blocking(coroutine)
 
 
 def meta(indexes, fields=()):

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import multiprocessing
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,11 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 import transfer_queue as tq
-from tests.contract.backend_kit import BACKENDS, RUNNING, missing, prepared
+from tests.contract.backend_kit import BACKENDS, RUNNING, die_before_commit, manager_by_hand, missing, prepared
+from tests.contract.storage_kit import blocking
 from tests.integration.noticing import until
 from tests.own_processes import SLOW, own_processes
-from transfer_queue.storage import StorageManagerFactory
-from transfer_queue.transport.blocking import run_blocking
+from transfer_queue import protocol as p
 
 _names = itertools.count()
 pytestmark = pytest.mark.timeout(120)
@@ -252,18 +253,18 @@ def test_a_checkpoint_is_saved_and_loaded(client, queue, name, tmp_path):
 def test_a_manager_made_by_hand_reads_what_the_queue_holds(client, queue, name):
     meta = client.put(rows(x=torch.arange(4).view(2, 2)), partition_id=name)
     backend = queue.backend.storage_backend
-    manager = StorageManagerFactory.create(backend, queue.controller.zmq_info, queue.backend[backend], zmq_context=None)
+    manager = manager_by_hand(queue)
     if backend == "SimpleStorage" and len(queue.backend.SimpleStorage.zmq_info) > 1:
         with pytest.raises(ValueError, match=r"several storage units.*use the client's get_data"):
-            run_blocking(manager.get_data(meta))
+            blocking(manager.get_data(meta))
     else:
-        assert listed(run_blocking(manager.get_data(meta))["x"]) == [[0, 1], [2, 3]]
-    run_blocking(manager.close())
+        assert listed(blocking(manager.get_data(meta))["x"]) == [[0, 1], [2, 3]]
+    blocking(manager.close())
     manager.session.close()
 
 
 _OTHER = """
-import sys, torch, transfer_queue as tq
+import os, sys, torch, transfer_queue as tq
 import tests.contract.backend_kit
 from tensordict import TensorDict
 client = tq.get_client()
@@ -290,51 +291,51 @@ def queue_address() -> str:
     return str(tq.init().address)
 
 
-_DIES = """
-import os, sys, torch, transfer_queue as tq
-import tests.contract.backend_kit
-from tensordict import TensorDict
-from transfer_queue import protocol as p
-client = tq.get_client()
-send = client.session.send_with_frames
+def exit_code_of(target: Callable[[str], None], partition: str) -> int | None:
+    """Of a forked process. It has one thread of torch: the others are its parent's, and never answer."""
 
-async def dying(request, *args, **kwargs):
-    if isinstance(request, (p.Publish, p.Put)):
-        os._exit(7)
-    return await send(request, *args, **kwargs)
+    def run() -> None:
+        torch.set_num_threads(1)
+        target(partition)
 
-client.session.send_with_frames = dying
-client.put(TensorDict({"x": torch.zeros(2, 50000)}, batch_size=[2]), partition_id=sys.argv[1])
-"""
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join(90 * SLOW)
+    process.kill()
+    process.join()
+    return process.exitcode
+
+
+def large() -> TensorDict:
+    """Too much to travel in a message."""
+    return rows(x=torch.from_numpy(np.zeros((2, 30_000), np.float32)))
+
+
+def put_and_die_before_the_publish(partition: str) -> None:
+    client = tq.get_client()
+    send = client.session.send_with_frames
+
+    async def dying(request: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(request, (p.Publish, p.Put)):
+            os._exit(7)
+        return await send(request, *args, **kwargs)
+
+    client.session.send_with_frames = dying
+    client.put(large(), partition_id=partition)
 
 
 def test_a_writer_that_dies_before_its_publish_leaves_no_value(client, queue, name):
     if queue.backend.storage_backend == "FilesByHand":
         pytest.skip("nobody knows the fields of what was never published")
-    command = [sys.executable, "-c", _DIES, name]
-    died = subprocess.run(command, timeout=90 * SLOW, env={**os.environ, "TQ_ADDRESS": queue_address()})
-    assert died.returncode == 7
+    assert exit_code_of(put_and_die_before_the_publish, name) == 7
     assert until(lambda: not keys_in_files(queue) and not any(unit["values"] for unit in client.get_storage_stats()))
     assert client.get_stats()["partitions"].get(name, {"samples": 0})["samples"] == 0
 
 
-_DIES_BEFORE_COMMIT = """
-import os, sys, torch, transfer_queue as tq
-import tests.contract.backend_kit
-from tensordict import TensorDict
-from transfer_queue.storage.messages import Commit
-client = tq.get_client()
-call_many = client.session.call_many
-
-async def dying(asks, *args, **kwargs):
-    if any(isinstance(request, Commit) for _, request, _ in asks):
-        os._exit(7)
-    return await call_many(asks, *args, **kwargs)
-
-client.session.call_many = dying
-meta = client.get_meta(["a"], partition_id=sys.argv[1], mode="force_fetch")
-client.put(TensorDict({"x": torch.zeros(2, 50000)}, batch_size=[2]), metadata=meta)
-"""
+def put_and_die_before_the_commit(partition: str) -> None:
+    client = tq.get_client()
+    die_before_commit(client, 7)
+    client.put(large(), metadata=client.get_meta(["a"], partition_id=partition, mode="force_fetch"))
 
 
 def test_a_writer_that_dies_before_it_commits_references_leaves_none(client, queue, name):
@@ -342,8 +343,6 @@ def test_a_writer_that_dies_before_it_commits_references_leaves_none(client, que
         pytest.skip("all key-value stores have the same references")
     client.put(rows(a=torch.zeros(2, 1)), partition_id=name)
     before = keys_in_files(queue)
-    command = [sys.executable, "-c", _DIES_BEFORE_COMMIT, name]
-    died = subprocess.run(command, timeout=90 * SLOW, env={**os.environ, "TQ_ADDRESS": queue_address()})
-    assert died.returncode == 7
+    assert exit_code_of(put_and_die_before_the_commit, name) == 7
     assert until(lambda: not any(unit["uncommitted_nbytes"] for unit in client.get_storage_stats()))
     assert (keys_in_files(queue), [unit["values"] for unit in client.get_storage_stats()]) == (before, [2])

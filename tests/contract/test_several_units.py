@@ -12,12 +12,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tests.contract.storage_kit import put_and_clear_in_threads
-from tests.contract.units_kit import PAGE, ROOM, SmallQueue, held, pages, read, write
+from tests.contract.storage_kit import blocking, put_and_clear_in_threads
+from tests.contract.units_kit import PAGE, ROOM, SmallQueue, held, pages, read, write, writers_wait_less
 from transfer_queue.errors import QueueUnreachableError, StorageFullError, UnitLostError
-from transfer_queue.storage.shm import write as writes
-from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
-from transfer_queue.transport.blocking import run_blocking
 
 KINDS: dict[str, Callable[[Path], SmallQueue]] = {
     "frames": lambda path: SmallQueue(None, 0),
@@ -66,7 +63,7 @@ def test_a_put_larger_than_any_unit_is_cut_over_several(queue):
     assert read(manager, range(150), units).equal(pages(150)["x"])
     shuffled = [149, 0, 75, 75, 149]
     where = [(numbers(units)[n // 50], 1) for n in shuffled]
-    column = run_blocking(manager.get_rows(shuffled, ["x"], "dense", {"x": where}))["x"]
+    column = blocking(manager.get_rows(shuffled, ["x"], "dense", {"x": where}))["x"]
     assert column.equal(pages(150)["x"][shuffled])
 
 
@@ -86,14 +83,14 @@ def test_units_without_a_bound_take_whole_puts(queue):
 def test_a_full_unit_is_left_out_while_another_has_room(queue):
     manager = queue.start(ROOM, ROOM).manager()
     _, (other, _) = write(manager, range(200))
-    run_blocking(manager.clear_rows(range(100, 200)))
+    blocking(manager.clear_rows(range(100, 200)))
     assert [numbers(write(manager, range(n, n + 10))) for n in range(200, 300, 10)] == 10 * [[other]]
 
 
 def test_a_put_of_more_than_half_a_unit_is_not_cut_where_a_single_unit_has_room(queue):
     manager = queue.start(ROOM, ROOM).manager()
     (first, _), (second, _) = write(manager, range(200))
-    run_blocking(manager.clear_rows(range(100, 200)))
+    blocking(manager.clear_rows(range(100, 200)))
     assert [count for count, _ in held(manager)][first - 1] == 100
     assert write(manager, range(200, 260)) == [(second, 60)]
 
@@ -124,12 +121,12 @@ def test_a_row_larger_than_one_unit_goes_to_a_larger_one(queue):
 # ---- waiting for room ----
 
 
-def full(queue: SmallQueue, manager: SharedMemoryManager) -> None:
+def full(queue: SmallQueue, manager: Any) -> None:
     """Two units, each filled by a put of 200 pages in two pieces."""
     assert sorted(write(manager, range(200))) == [(1, 100), (2, 100)]
 
 
-async def seen(manager: SharedMemoryManager, wanted: int) -> None:
+async def seen(manager: Any, wanted: int) -> None:
     """Wait until this many requests wait in the units."""
     while True:
         if sum(unit.parked for unit in await manager.stats()) == wanted:
@@ -157,7 +154,7 @@ def test_a_put_that_nobody_can_take_waits_and_is_carried_out_when_room_comes(que
 
 
 def test_a_put_that_waits_at_one_unit_looks_at_the_others_from_time_to_time(queue, monkeypatch):
-    monkeypatch.setattr(writes, "_PATIENCE_S", 0.05)
+    writers_wait_less(monkeypatch, 0.05)
     manager, other = queue.start(ROOM, ROOM).manager(), queue.manager()
     units = write(manager, range(200))
 
@@ -185,7 +182,7 @@ def test_a_put_that_finds_no_room_in_time_fails_and_leaves_nothing(queue):
 def test_a_put_that_is_cancelled_while_it_waits_leaves_nothing_and_holds_up_nobody(queue):
     manager, other = queue.start(ROOM, ROOM).manager(), queue.manager()
     full(queue, manager)
-    run_blocking(other.clear_rows(range(0, 200, 2)))
+    blocking(other.clear_rows(range(0, 200, 2)))
 
     async def story() -> None:
         waiting = asyncio.ensure_future(manager.write(7000, range(200, 400), manager.prepare(pages(200))))
@@ -209,9 +206,9 @@ def test_replaced_values_stay_readable_until_the_commit_and_an_aborted_write_lea
     manager = queue.start(ROOM, ROOM).manager()
     units = write(manager, range(10))
     for call, end in ((7000, manager.abort), (7001, manager.commit)):
-        written = run_blocking(manager.write(call, range(10), manager.prepare(-pages(10))))
+        written = blocking(manager.write(call, range(10), manager.prepare(-pages(10))))
         assert read(manager, range(10), units).equal(pages(10)["x"])
-        run_blocking(end(call, written))
+        blocking(end(call, written))
     assert read(manager, range(10), written).equal(-pages(10)["x"])
 
 

@@ -14,16 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
-from tests.contract.storage_kit import BACKENDS, Backend, assert_same, meta, rows, simple, some
+from tests.contract.storage_kit import BACKENDS, Backend, assert_same, blocking, meta, rows, simple, some
 from transfer_queue.errors import StorageFullError, StorageKeyNotFoundError, UnsupportedValueError
-from transfer_queue.transport.blocking import run_blocking
 
 
 @pytest.fixture(params=BACKENDS)
 def storage(request, tmp_path) -> Iterator[Backend]:
     with BACKENDS[request.param](tmp_path) as backend:
         yield backend
-        run_blocking(backend.manager.close())
+        blocking(backend.manager.close())
 
 
 DTYPES = [
@@ -114,7 +113,7 @@ def test_large_rows_come_back_from_slices_and_from_scattered_rows(storage):
 
 def test_a_batch_is_sorted_by_field_and_as_long_as_what_was_asked_for(storage):
     storage.put({"b": torch.zeros(3), "a": torch.zeros(3)}, range(3))
-    got = run_blocking(storage.manager.get_data(meta([2, 0], ["b", "a"])))
+    got = blocking(storage.manager.get_data(meta([2, 0], ["b", "a"])))
     assert (list(got.keys()), got.batch_size) == (["a", "b"], torch.Size([2]))
 
 
@@ -125,11 +124,11 @@ def test_a_field_asked_for_twice_is_one_column(storage):
 
 def test_no_fields_give_a_batch_of_the_rows_asked_for_and_no_rows_an_empty_one(storage):
     storage.put({"a": torch.zeros(3)}, range(3))
-    assert run_blocking(storage.manager.get_data(meta([0, 2]))).batch_size == torch.Size([2])
-    empty = run_blocking(storage.manager.get_data(meta([], ["a"])))
+    assert blocking(storage.manager.get_data(meta([0, 2]))).batch_size == torch.Size([2])
+    empty = blocking(storage.manager.get_data(meta([], ["a"])))
     assert (empty.batch_size, list(empty.keys())) == (torch.Size([0]), [])
     storage.put(TensorDict({"a": torch.zeros(0, 2)}, batch_size=[0]), [])
-    run_blocking(storage.manager.clear_data(meta([])))
+    blocking(storage.manager.clear_data(meta([])))
 
 
 def test_fields_put_by_different_producers_in_different_orders_are_read_together(storage):
@@ -162,7 +161,7 @@ def test_a_value_that_was_cleared_or_never_put_is_an_error_that_names_it(storage
         storage.get([5, 6], "a")
     with pytest.raises(StorageKeyNotFoundError, match="field 'b' for sample 5"):
         storage.get([5], "b")
-    run_blocking(storage.manager.clear_data(meta([70, 9999])))
+    blocking(storage.manager.clear_data(meta([70, 9999])))
     with pytest.raises(StorageKeyNotFoundError, match="field 'a' for sample 70"):
         storage.get([5, 70], "a")
 
@@ -195,7 +194,7 @@ def test_what_was_read_stays_valid_when_it_is_overwritten_and_cleared(storage):
     storage.put({"x": data}, range(100))
     got = storage.column(range(100), "x", "dense")
     storage.put({"x": torch.zeros_like(data)}, range(100))
-    run_blocking(storage.manager.clear_data(meta(range(100))))
+    blocking(storage.manager.clear_data(meta(range(100))))
     storage.put({"x": torch.ones_like(data)}, range(100, 200))
     assert torch.equal(got, data)
 
@@ -204,17 +203,17 @@ def test_bytes_held_follow_what_is_not_cleared(storage):
     row = 8 * 1024
     storage.put({"x": torch.zeros(64, 1024, dtype=torch.int64), "o": ["x" * row] * 64}, range(64))
     assert storage.held_nbytes() >= 128 * row
-    run_blocking(storage.manager.clear_data(meta(range(62))))
+    blocking(storage.manager.clear_data(meta(range(62))))
     assert 4 * row <= storage.held_nbytes() <= 5 * row
     assert storage.column([63], "x", "dense").shape == (1, 1024)
-    run_blocking(storage.manager.clear_data(meta(range(64))))
+    blocking(storage.manager.clear_data(meta(range(64))))
     assert storage.held_nbytes() == 0
 
 
 def test_another_number_of_rows_than_samples_is_refused_before_anything_is_stored(storage):
     data = TensorDict({"a": torch.zeros(3)}, batch_size=[3])
     with pytest.raises(ValueError, match="put of 3 rows for 2 samples"):
-        run_blocking(storage.manager.put_data(data, meta([0, 1])))
+        blocking(storage.manager.put_data(data, meta([0, 1])))
     assert storage.held_nbytes() == 0
 
 
@@ -229,8 +228,8 @@ def test_an_unstorable_value_is_refused_before_anything_is_stored(storage):
 def test_pickled_values_are_read_only_by_those_who_allow_it(storage):
     trusting = storage.another(allow_pickle=True)
     data = TensorDict({"o": NonTensorStack(1 + 2j, slice(1, 2))}, batch_size=[2])
-    run_blocking(trusting.put_data(data, meta([0, 1])))
-    assert run_blocking(trusting.get_rows([0, 1], ["o"])).get("o").tolist() == [1 + 2j, slice(1, 2)]
+    blocking(trusting.put_data(data, meta([0, 1])))
+    assert blocking(trusting.get_rows([0, 1], ["o"])).get("o").tolist() == [1 + 2j, slice(1, 2)]
     assert storage.column([0], "o").tolist() == [1 + 2j]
     with pytest.raises(UnsupportedValueError, match="holds a pickled value"):
         storage.get([1], "o")
@@ -283,7 +282,7 @@ def test_a_put_that_found_no_room_in_time_fails():
     storage = simple(capacity_bytes=10_000)
     row = TensorDict({"a": torch.zeros(1, 1000, dtype=torch.int64)}, batch_size=[1])
     manager = storage.another(put_timeout_s=0.05)
-    run_blocking(manager.put_data(row, meta([0])))
+    blocking(manager.put_data(row, meta([0])))
     with pytest.raises(StorageFullError, match="Storage capacity exceeded: a put of 8000 bytes waited "):
-        run_blocking(manager.put_data(row, meta([1])))
+        blocking(manager.put_data(row, meta([1])))
     assert storage.column([0], "a", "dense").shape == (1, 1000)

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.contract.storage_kit import Backend, hosted, meta, put_and_clear_in_threads, simple, until
+from tests.contract.storage_kit import Backend, blocking, hosted, meta, put_and_clear_in_threads, simple, until
 from tests.contract.units_kit import PAGE, ROOM, pages
 from transfer_queue.errors import StorageFullError
-from transfer_queue.transport.blocking import run_blocking
 
 KINDS = {
     "frames": lambda path: nullcontext(simple(capacity_bytes=ROOM)),
@@ -47,20 +46,20 @@ def test_a_put_that_found_no_room_in_time_leaves_nothing(storage):
     hasty = storage.another(put_timeout_s=0.02)
     storage.put(pages(64), range(64))
     with pytest.raises(StorageFullError, match=r"waited .* at storage unit 'u0'"):
-        run_blocking(hasty.put_data(pages(64), meta(range(64, 128))))
+        blocking(hasty.put_data(pages(64), meta(range(64, 128))))
     assert left(hasty) == (64, 0)
 
 
 def test_a_put_that_can_never_fit_does_not_wait(storage):
     patient = storage.another(put_timeout_s=1e9)
     with pytest.raises(StorageFullError, match="can never fit storage unit 'u0'"):
-        run_blocking(patient.put_data(pages(101), meta(range(101))))
+        blocking(patient.put_data(pages(101), meta(range(101))))
     assert left(patient) == (0, 0)
 
 
 def test_puts_that_fill_the_unit_wait_for_consumers_and_never_for_each_other(storage):
     def put(manager: Any, rows: range) -> None:
-        run_blocking(manager.put_data(pages(100), meta(rows)))
+        blocking(manager.put_data(pages(100), meta(rows)))
 
     assert put_and_clear_in_threads(storage.another, put, 100) == list(range(40))
 

@@ -10,19 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transport_kit import JOIN_S, Desk, make_caller, numbered, served_by_thread, until
+from transport_kit import JOIN_S, Desk, begin, blocking, is_waited_for, make_caller, numbered, served_by_thread, until
 
 from transfer_queue.errors import ClosedError, QueueUnreachableError
-from transfer_queue.transport.base import NOBODY_WAITS, Peer, PeerCall
-from transfer_queue.transport.blocking import PendingCall, run_blocking
-from transfer_queue.transport.caller import SocketCaller
 
-DRIVES = pytest.mark.parametrize("drive", [run_blocking, asyncio.run], ids=["blocking", "async"])
+DRIVES = pytest.mark.parametrize("drive", [blocking, asyncio.run], ids=["blocking", "async"])
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
-def revocable(peer: Peer, *headers: bytes) -> list[PeerCall]:
+def revocable(peer: Any, *headers: bytes) -> list[Any]:
     return [numbered(peer, header, (), b"cancel " + header) for header in headers]
 
 
@@ -56,7 +53,7 @@ def test_what_goes_wrong_as_a_call_is_made_cancels_those_before_it(desk, drive):
     make, peer, served = desk
     caller = make()
 
-    def broken() -> Iterator[PeerCall]:
+    def broken() -> Iterator[Any]:
         yield from revocable(peer, b"echo")
         raise ValueError("no more")
 
@@ -89,10 +86,10 @@ def test_a_cancelled_task_cancels_its_call_and_no_other_of_its_loop(desk):
 def test_a_started_call_that_nobody_finishes_is_cancelled(desk, end):
     make, peer, served = desk
     caller = make()
-    pending = PendingCall(caller.call_many(revocable(peer, b"park"), 10.0))
+    pending = begin(caller.call_many(revocable(peer, b"park"), 10.0))
     end(pending)
     del pending
-    assert answers(run_blocking(caller.call_many(revocable(peer, b"echo"), 10.0))) == [b"echo"]
+    assert answers(blocking(caller.call_many(revocable(peer, b"echo"), 10.0))) == [b"echo"]
     assert served.said == [b"cancel park"]
 
 
@@ -131,13 +128,13 @@ class Frames(Desk):
 
     def handle(self, envelope: Any, header: bytes, frames: list[memoryview], now: float) -> Any:
         assert self.free.wait(JOIN_S)
-        self.order.append((header, envelope.number == NOBODY_WAITS))
+        self.order.append((header, not is_waited_for(envelope)))
         self.frames += [bytes(frame) for frame in frames]
         return super().handle(envelope, header, frames, now)
 
 
 @pytest.fixture
-def slow(tmp_path: Any, kind: str) -> Iterator[tuple[SocketCaller, Peer, Frames]]:
+def slow(tmp_path: Any, kind: str) -> Iterator[tuple[Any, Any, Frames]]:
     """(caller, peer, what serves it when it is let)"""
     served, caller = Frames(), make_caller("me")
     with served_by_thread(tmp_path, served, kind) as (peer, _):
@@ -224,10 +221,10 @@ def test_the_cancel_behind_a_large_answer_that_nobody_reads_is_heard(tmp_path, k
     served, caller = Desk(), make_caller("me")
     with served_by_thread(tmp_path, served, kind) as (peer, _):
         large = numbered(peer, b"echo", [bytes(4 << 20)], b"cancel echo")
-        pending = PendingCall(caller.call_many([large, *revocable(peer, b"park")], 10.0))
+        pending = begin(caller.call_many([large, *revocable(peer, b"park")], 10.0))
         pending.close()
         until(lambda: served.said == [b"cancel echo", b"cancel park"])
-        assert answers(run_blocking(caller.call_many([numbered(peer, b"last")], 10.0))) == [b"last"]
+        assert answers(blocking(caller.call_many([numbered(peer, b"last")], 10.0))) == [b"last"]
         caller.close()
 
 
@@ -266,8 +263,8 @@ def test_calls_that_follow_many_failed_ones_come_behind_them(slow, drive):
 def test_a_closed_caller_tells_nothing(tmp_path, kind):
     caller = make_caller("me")
     with served_by_thread(tmp_path, Desk(), kind) as (peer, _):
-        run_blocking(caller.post(numbered(peer, b"said")))
+        blocking(caller.post(numbered(peer, b"said")))
         caller.close()
-        for drive in (run_blocking, asyncio.run):
+        for drive in (blocking, asyncio.run):
             with pytest.raises(ClosedError):
                 drive(caller.post(numbered(peer, b"said")))

@@ -15,36 +15,44 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transport_kit import JOIN_S, Desk, calls, held, make_caller, numbered, served_by_process, served_by_thread
+from transport_kit import (
+    JOIN_S,
+    Desk,
+    blocking,
+    calls,
+    held,
+    make_caller,
+    numbered,
+    peer_at,
+    served_by_process,
+    served_by_thread,
+)
 
 from transfer_queue.errors import ClosedError, QueueUnreachableError
-from transfer_queue.transport.base import Peer, PeerCall
-from transfer_queue.transport.blocking import run_blocking
-from transfer_queue.transport.caller import SocketCaller
 
 AT_ONCE_S = 2.0
 """Far below every timeout of these tests; generous for a loaded machine."""
 
-DRIVES = pytest.mark.parametrize("drive", [run_blocking, asyncio.run], ids=["blocking", "async"])
+DRIVES = pytest.mark.parametrize("drive", [blocking, asyncio.run], ids=["blocking", "async"])
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 @pytest.fixture
-def caller() -> Iterator[SocketCaller]:
+def caller() -> Iterator[Any]:
     caller = make_caller("me")
     yield caller
     caller.close()
 
 
 @pytest.fixture
-def peer(tmp_path: Path, kind: str) -> Iterator[Peer]:
+def peer(tmp_path: Path, kind: str) -> Iterator[Any]:
     with served_by_thread(tmp_path, Desk(), kind) as (peer, _):
         yield peer
 
 
 @pytest.fixture
-def mortal(tmp_path: Path, kind: str) -> Iterator[tuple[Peer, Any]]:
+def mortal(tmp_path: Path, kind: str) -> Iterator[tuple[Any, Any]]:
     with served_by_process(tmp_path, kind) as (peer, process):
         yield peer, process
 
@@ -69,7 +77,7 @@ class Doorbell(Desk):
 def test_a_call_has_arrived_before_the_next_one_is_made(tmp_path, kind, caller, drive):
     handler = Doorbell()
 
-    def slowly(peer: Peer) -> Iterator[PeerCall]:
+    def slowly(peer: Any) -> Iterator[Any]:
         yield numbered(peer, b"first")
         assert handler.rung.wait(JOIN_S)
         yield numbered(peer, b"second")
@@ -94,7 +102,7 @@ def test_a_call_that_cannot_be_made_is_told_and_the_ones_before_it_leave_nothing
     make, peer, _ = desk
     caller = make()
 
-    def broken() -> Iterator[PeerCall]:
+    def broken() -> Iterator[Any]:
         yield numbered(peer, b"echo")
         raise ValueError("no more")
 
@@ -135,13 +143,13 @@ def test_a_parked_call_is_answered_by_what_another_thread_asks(desk):
     make, peer, _ = desk
     parked, answers = make(), []
     thread = threading.Thread(
-        target=lambda: answers.extend(headers(run_blocking(parked.call_many(calls(peer, b"park"), JOIN_S))))
+        target=lambda: answers.extend(headers(blocking(parked.call_many(calls(peer, b"park"), JOIN_S))))
     )
     thread.start()
     other = make()
     deadline = time.monotonic() + JOIN_S
     while thread.is_alive() and time.monotonic() < deadline:
-        run_blocking(other.call_many(calls(peer, b"free"), 10.0))
+        blocking(other.call_many(calls(peer, b"free"), 10.0))
     thread.join()
     assert answers == [b"park"]
 
@@ -151,7 +159,7 @@ def test_a_blocking_call_works_inside_a_running_loop(desk):
     caller = make()
 
     async def story() -> list[bytes]:
-        first = headers(run_blocking(caller.call_many(calls(peer, b"one"), 10.0)))
+        first = headers(blocking(caller.call_many(calls(peer, b"one"), 10.0)))
         return first + headers(await caller.call_many(calls(peer, b"two"), 10.0))
 
     assert asyncio.run(story()) == [b"one", b"two"]
@@ -178,7 +186,7 @@ def test_threads_use_one_caller_without_mixing_up_answers(caller, peer):
     def work(number: int) -> None:
         for turn in range(50):
             sent = b"%d/%d" % (number, turn)
-            if headers(run_blocking(caller.call_many(calls(peer, sent, sent + b"'"), 30.0))) != [sent, sent + b"'"]:
+            if headers(blocking(caller.call_many(calls(peer, sent, sent + b"'"), 30.0))) != [sent, sent + b"'"]:
                 wrong.append(sent)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
@@ -238,7 +246,7 @@ class Keeper(Desk):
         return super().handle(envelope, header, frames, now)
 
 
-async def _cancelled(caller: SocketCaller, several: list[PeerCall]) -> None:
+async def _cancelled(caller: Any, several: list[Any]) -> None:
     call = asyncio.ensure_future(caller.call_many(several, 30.0))
     await asyncio.sleep(0)
     call.cancel()
@@ -246,7 +254,7 @@ async def _cancelled(caller: SocketCaller, several: list[PeerCall]) -> None:
         await call
 
 
-async def _timed_out(caller: SocketCaller, several: list[PeerCall]) -> None:
+async def _timed_out(caller: Any, several: list[Any]) -> None:
     with pytest.raises(QueueUnreachableError, match="did not answer"):
         await caller.call_many(several, 0.0)
 
@@ -256,7 +264,7 @@ def test_a_call_that_was_given_up_half_sent_says_nothing_that_was_not_meant(call
     frames = [np.full(size, 2, np.uint8) for size in (1, 1000, 32 << 20, 1000, 32 << 20)]
     keeper = Keeper()
 
-    async def story(peer: Peer) -> list[bytes]:
+    async def story(peer: Any) -> list[bytes]:
         first = asyncio.ensure_future(caller.call_many(calls(peer, b"first"), 30.0))
         await asyncio.sleep(0)
         await give_up(caller, calls(peer, b"given up", frames=frames))
@@ -319,7 +327,7 @@ def test_closing_ends_the_calls_of_other_threads_and_loops(peer):
         except ClosedError as error:
             ended.append(str(error))
 
-    threads = [threading.Thread(target=wait, args=(drive,)) for drive in (run_blocking, asyncio.run)]
+    threads = [threading.Thread(target=wait, args=(drive,)) for drive in (blocking, asyncio.run)]
     for thread in threads:
         thread.start()
     waiting.wait(JOIN_S)
@@ -357,20 +365,20 @@ def test_after_closing_every_call_fails_and_closing_again_is_harmless(peer, driv
 @DRIVES
 def test_an_address_that_is_none_says_so(caller, drive):
     with pytest.raises(QueueUnreachableError, match="can't connect to desk at 'nowhere'"):
-        drive(caller.call_many([numbered(Peer("desk", "nowhere"), b"echo")], 10.0))
+        drive(caller.call_many([numbered(peer_at("nowhere"), b"echo")], 10.0))
 
 
 # ---- sockets: forks and strangers ----
 
 
-def _in_child(caller: SocketCaller, peer: Peer, told: Any) -> None:
+def _in_child(caller: Any, peer: Any, told: Any) -> None:
     try:
-        run_blocking(caller.call_many(calls(peer, b"echo"), 10.0))
+        blocking(caller.call_many(calls(peer, b"echo"), 10.0))
     except ClosedError as error:
         told.put(str(error))
     caller.close()
-    own = SocketCaller("child", caller._server_key)
-    told.put(headers(run_blocking(own.call_many(calls(peer, b"blocking"), 10.0))))
+    own = make_caller("child")
+    told.put(headers(blocking(own.call_many(calls(peer, b"blocking"), 10.0))))
     told.put(headers(asyncio.run(own.call_many(calls(peer, b"async"), 10.0))))
     own.close()
     told.put(held()[0])
@@ -378,7 +386,7 @@ def _in_child(caller: SocketCaller, peer: Peer, told: Any) -> None:
 
 def test_a_forked_child_calls_with_sockets_of_its_own_and_spoils_none_of_its_parents(caller, mortal):
     peer, _ = mortal
-    run_blocking(caller.call_many(calls(peer, b"echo"), 10.0))
+    blocking(caller.call_many(calls(peer, b"echo"), 10.0))
     context = multiprocessing.get_context("fork")
     told = context.SimpleQueue()
     child = context.Process(target=_in_child, args=(caller, peer, told))
@@ -393,4 +401,4 @@ def test_a_forked_child_calls_with_sockets_of_its_own_and_spoils_none_of_its_par
     assert child.exitcode == 0
     child.close()
     told.close()
-    assert headers(run_blocking(caller.call_many(calls(peer, b"again"), 10.0))) == [b"again"]
+    assert headers(blocking(caller.call_many(calls(peer, b"again"), 10.0))) == [b"again"]

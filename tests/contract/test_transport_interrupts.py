@@ -11,12 +11,9 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from transport_kit import Desk, calls, numbered, served_by_thread
+from transport_kit import Desk, blocking, calls, make_caller, numbered, served_by_thread
 
 import transfer_queue.transport
-from transfer_queue.transport.base import Peer
-from transfer_queue.transport.blocking import run_blocking
-from transfer_queue.transport.caller import SocketCaller
 
 FILES = {
     str(Path(transfer_queue.transport.__file__).parent / name)
@@ -57,12 +54,12 @@ def interrupted(step: int, act: Callable[[], Any]) -> bool:
 
 @pytest.mark.parametrize("frames", [[], [b"x" * 300_000, b"y"]], ids=["small", "large"])
 def test_a_ctrl_c_at_any_step_leaves_connections_that_can_be_used_and_cancels_what_it_ends(tmp_path, frames):
-    served, caller = Desk(), SocketCaller("me")
+    served, caller = Desk(), make_caller("me")
     with served_by_thread(tmp_path, served) as (peer, server):
-        run_blocking(caller.call_many(calls(peer, b"echo"), 10.0))
+        blocking(caller.call_many(calls(peer, b"echo"), 10.0))
         step = 0
         while interrupted(step, partial(_call, caller, peer, step, frames)):
-            ((header, found),) = run_blocking(caller.call_many([numbered(peer, b"after %d" % step, frames)], 10.0))
+            ((header, found),) = blocking(caller.call_many([numbered(peer, b"after %d" % step, frames)], 10.0))
             assert (header, [bytes(frame) for frame in found]) == (b"after %d" % step, frames)
             step += 1
         assert step > 300, "it was interrupted nowhere"
@@ -74,6 +71,6 @@ def test_a_ctrl_c_at_any_step_leaves_connections_that_can_be_used_and_cancels_wh
     assert len(served.said) > 0.5 * step
 
 
-def _call(caller: SocketCaller, peer: Peer, step: int, frames: list[bytes]) -> None:
+def _call(caller: Any, peer: Any, step: int, frames: list[bytes]) -> None:
     call = numbered(peer, b"call %d" % step, frames, b"cancel %d" % step)
-    run_blocking(caller.call_many([call], 10.0))
+    blocking(caller.call_many([call], 10.0))

@@ -13,18 +13,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transport_kit import JOIN_S, Desk, calls, make_caller, numbered, served_by_thread, until
+from transport_kit import (
+    JOIN_S,
+    Desk,
+    answer,
+    begin,
+    blocking,
+    calls,
+    framed,
+    make_caller,
+    numbered,
+    served_by_thread,
+    until,
+)
 
 from transfer_queue.errors import QueueUnreachableError
-from transfer_queue.transport.base import Outgoing, Peer
-from transfer_queue.transport.blocking import PendingCall, run_blocking
-from transfer_queue.transport.framing import encode
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
-def echo(caller: Any, peer: Peer, header: bytes = b"echo", timeout_s: float = 10.0) -> bytes:
-    ((found, _),) = run_blocking(caller.call_many(calls(peer, header), timeout_s))
+def echo(caller: Any, peer: Any, header: bytes = b"echo", timeout_s: float = 10.0) -> bytes:
+    ((found, _),) = blocking(caller.call_many(calls(peer, header), timeout_s))
     return found
 
 
@@ -35,7 +44,7 @@ def test_a_client_is_gone_when_it_closes_and_what_that_makes_possible_is_sent(de
     make, peer, served = desk
     leaving, staying = make("leaving"), make("staying")
     echo(leaving, peer)
-    waits = PendingCall(staying.call_many(calls(peer, b"park"), 10.0))
+    waits = begin(staying.call_many(calls(peer, b"park"), 10.0))
     echo(staying, peer)
     leaving.close()
     assert [reply.header for reply in waits.finish()] == [b"left leaving"]
@@ -58,7 +67,7 @@ def test_a_client_is_gone_with_the_last_of_its_connections(tmp_path, kind):
     served = Desk()
     with served_by_thread(tmp_path, served, kind) as (peer, server):
         first, second, other = make_caller("one"), make_caller("one"), make_caller("other")
-        several = [PendingCall(first.call_many(calls(peer, b"park"), 10.0)) for _ in range(3)]
+        several = [begin(first.call_many(calls(peer, b"park"), 10.0)) for _ in range(3)]
         echo(second, peer)
         echo(other, peer)
         # Calls that wait at the same time have connections of their own over "unix", and share one over "tcp".
@@ -84,16 +93,16 @@ def test_one_event_loop_after_the_other_is_the_same_client(tmp_path, kind):
         caller.close()
 
 
-def _talk_and_be_killed(peer: Peer) -> None:
+def _talk_and_be_killed(peer: Any) -> None:
     caller = make_caller("mortal")
     for number in range(200):
-        run_blocking(caller.post(numbered(peer, b"%d" % number)))
+        blocking(caller.post(numbered(peer, b"%d" % number)))
     os.kill(os.getpid(), 9)
 
 
 def test_all_that_a_killed_process_has_sent_is_handled_before_its_end_counts(tmp_path):
     class Noting(Desk):
-        def client_gone(self, client: str, now: float) -> list[Outgoing]:
+        def client_gone(self, client: str, now: float) -> list[Any]:
             self.gone.append(f"{client} after {len(self.said)}")
             return []
 
@@ -107,7 +116,7 @@ def test_all_that_a_killed_process_has_sent_is_handled_before_its_end_counts(tmp
 
 
 def all_of(*messages: Any) -> bytes:
-    return b"".join(bytes(part) for message in messages for part in encode(*message))
+    return b"".join(framed(*message) for message in messages)
 
 
 def test_what_came_before_the_end_is_handled_though_answers_find_nobody(tmp_path):
@@ -139,7 +148,7 @@ def test_a_connection_that_never_said_its_name_is_no_client(tmp_path):
 def test_a_client_that_is_disconnected_is_told_and_gone_and_may_come_again(tmp_path, kind):
     served, caller, other = Desk(), make_caller("me"), make_caller("other")
     with served_by_thread(tmp_path, served, kind) as (peer, server):
-        pending = PendingCall(caller.call_many(calls(peer, b"park"), 60.0))
+        pending = begin(caller.call_many(calls(peer, b"park"), 60.0))
         echo(caller, peer)
         echo(other, peer)
         server.disconnect("me")
@@ -157,7 +166,7 @@ def test_a_handler_may_disconnect_the_client_that_it_serves(tmp_path, kind):
     class Strict(Desk):
         server: Any = None
 
-        def handle(self, envelope: Any, header: bytes, frames: list[memoryview], now: float) -> list[Outgoing]:
+        def handle(self, envelope: Any, header: bytes, frames: list[memoryview], now: float) -> list[Any]:
             if header == b"bad":
                 self.server.disconnect(envelope.client)
                 assert self.gone == [], "not within the call"
@@ -177,12 +186,12 @@ def test_a_handler_may_disconnect_the_client_that_it_serves(tmp_path, kind):
 class Broken(Desk):
     """ "raise" and "exit" end as they say, behind the answers to what is parked; "bad" has an answer that is none."""
 
-    def handle(self, envelope: Any, header: bytes, frames: list[memoryview], now: float) -> Iterator[Outgoing]:
+    def handle(self, envelope: Any, header: bytes, frames: list[memoryview], now: float) -> Iterator[Any]:
         if header in (b"raise", b"exit", b"bad"):
             parked, self.parked = self.parked, []
             if header == b"bad":
-                yield Outgoing(envelope, "no bytes", [object()])
-            yield from (Outgoing(waiting, name) for waiting, name in parked)
+                yield answer(envelope, "no bytes", [object()])
+            yield from (answer(waiting, name) for waiting, name in parked)
             if header == b"raise":
                 raise RuntimeError("a bug")
             if header == b"exit":
@@ -190,17 +199,17 @@ class Broken(Desk):
             return
         yield from super().handle(envelope, header, frames, now)
 
-    def client_gone(self, client: str, now: float) -> list[Outgoing]:
+    def client_gone(self, client: str, now: float) -> list[Any]:
         self.gone.append(client)
         raise RuntimeError("another bug")
 
-    def expire(self, now: float) -> list[Outgoing]:
+    def expire(self, now: float) -> list[Any]:
         super().expire(now)
         raise SystemExit("a third one")
 
 
 @pytest.fixture
-def broken(tmp_path: Path, kind: str) -> Iterator[tuple[Peer, Broken]]:
+def broken(tmp_path: Path, kind: str) -> Iterator[tuple[Any, Broken]]:
     served = Broken()
     with served_by_thread(tmp_path, served, kind) as (peer, _):
         yield peer, served
@@ -210,9 +219,9 @@ def broken(tmp_path: Path, kind: str) -> Iterator[tuple[Peer, Broken]]:
 def test_an_error_in_a_handler_costs_no_other_answer_and_ends_nothing(broken, how, caplog):
     peer, served = broken
     parked, caller = make_caller("parked"), make_caller("me")
-    pending = PendingCall(parked.call_many(calls(peer, b"park one", b"park two"), 10.0))
+    pending = begin(parked.call_many(calls(peer, b"park one", b"park two"), 10.0))
     until(lambda: len(served.parked) == 2)
-    run_blocking(caller.post(numbered(peer, b"said")))
+    blocking(caller.post(numbered(peer, b"said")))
     with pytest.raises(QueueUnreachableError, match="did not answer"):
         echo(caller, peer, how, 0.05)
     assert [reply.header for reply in pending.finish()] == [b"park one", b"park two"]

@@ -8,14 +8,16 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tests.local_caller import LocalCaller
 from transfer_queue.transport.base import NOBODY_WAITS, Outgoing, Peer, PeerCall
+from transfer_queue.transport.blocking import PendingCall, run_blocking
 from transfer_queue.transport.caller import SocketCaller
+from transfer_queue.transport.framing import encode
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.transport.tcp_wire import make_keys
 
@@ -75,6 +77,30 @@ class Desk:
         self.gone.append(client)
         parked, self.parked = self.parked, []
         return [Outgoing(envelope, b"left " + client.encode()) for envelope, _ in parked if envelope.client != client]
+
+
+def blocking(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Drive what a caller's coroutine does in this thread, as the blocking twin of a verb does."""
+    return run_blocking(coroutine)
+
+
+def begin(coroutine: Coroutine[Any, Any, Any]) -> PendingCall[Any]:
+    """The same in two halves: what it asks for is sent, and ``finish`` waits for it."""
+    return PendingCall(coroutine)
+
+
+def answer(envelope: Any, header: Any, frames: Sequence[Any] = ()) -> Outgoing:
+    """Of a handler, to the call that came in this envelope."""
+    return Outgoing(envelope, header, frames)
+
+
+def is_waited_for(envelope: Any) -> bool:
+    return bool(envelope.number != NOBODY_WAITS)
+
+
+def framed(number: int, header: bytes, frames: Sequence[Any] = ()) -> bytes:
+    """A message as it travels."""
+    return b"".join(bytes(part) for part in encode(number, header, frames))
 
 
 def make_caller(name: str = "me", **settings: Any) -> SocketCaller:
@@ -144,6 +170,10 @@ def served_by_process(directory: Path, kind: str = "unix", **settings: Any) -> I
         process.kill()
         process.join(JOIN_S)
         process.close()
+
+
+def peer_at(address: str, name: str = "desk") -> Peer:
+    return Peer(name, address)
 
 
 def calls(peer: Peer, *headers: bytes, frames: Sequence[Any] = ()) -> list[PeerCall]:

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tensordict import TensorDict
 
@@ -20,6 +21,7 @@ from transfer_queue.control.plane import ControlPlane
 from transfer_queue.server.front import Front
 from transfer_queue.server.janitor import Janitor
 from transfer_queue.storage.backends import StorageManagerFactory
+from transfer_queue.storage.shm import write as writes
 from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
 from transfer_queue.storage.unit.lend import lend_arena
 from transfer_queue.storage.unit.unit import StorageUnit
@@ -143,6 +145,11 @@ class SmallQueue:
             thread.start()
             stack.callback(thread.join, 10.0)
             stack.callback(server.stop)
+
+
+def writers_wait_less(patch: pytest.MonkeyPatch, seconds: float) -> None:
+    """For one unit, before they look for another one."""
+    patch.setattr(writes, "_PATIENCE_S", seconds)
 
 
 def pages(count: int, field: str = "x", first: int = 0) -> TensorDict:

@@ -41,6 +41,7 @@ def test_every_configuration_has_its_test() -> None:
     assert [name for name in names if f'"{name}"' not in tests and f"configs/{name}" not in tests] == []
 
 
+@pytest.mark.programs
 def test_debug_trains_two_epochs_of_five_batches_in_two_parts_each(tmp_path: Path) -> None:
     printed = run("debug.yaml", tmp_path)
     assert re.findall(r"rank 0: 20 optimizer steps, 80 samples, val_loss 0\.", printed) != []

@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -85,6 +85,32 @@ def nodes(privilege: None) -> Iterator[tuple[Node, Node]]:
             Node(host, other, {**common, "NODE_RANK": str(rank), "GLOO_SOCKET_IFNAME": f"link-{host.name[-1]}"})
             for rank, (host, other) in enumerate(((a, b), (b, a)))
         )
+
+
+class Lasting(NamedTuple):
+    """Two hosts with a server and a program each, which the tests of a module share."""
+
+    hosts: tuple[Host, Host]
+    servers: tuple[Server, Server]
+    programs: tuple[Program, Program]
+
+
+@pytest.fixture(scope="module")
+def started(privilege: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lasting]:
+    with two_hosts(tmp_path_factory.mktemp("h")) as (a, b):
+        first = a.serve()
+        second = b.serve(first.remote)
+        near, far = (Program(host.join(server.local, str(PROGRAM))) for host, server in ((a, first), (b, second)))
+        yield Lasting((a, b), (first, second), (near, far))
+
+
+@pytest.fixture
+def lasting(started: Lasting) -> Iterator[Lasting]:
+    """No partition is there, and none is left. No test ends a host or a server."""
+    yield started
+    near = started.programs[0]
+    for partition in near.do("client.get_partition_list()"):
+        assert near.do(f"client.clear_partition({partition!r})") is None
 
 
 @pytest.fixture

@@ -9,44 +9,6 @@ import pytest
 
 from tests.own_processes import SLOW
 
-ROW = 8192 * 8
-SLACK = 200_000
-"""Bytes of messages and heartbeats."""
-
-
-def test_values_stay_on_the_host_that_produced_them_and_cross_the_network_once(hosts, two_programs):
-    a, b = hosts
-    near, far, _ = two_programs
-    sent = b.received_nbytes(), a.received_nbytes()
-    assert far.do("put('p', 64)") == list(range(64))
-    assert far.do("get('p', 64, 'own')") == list(range(64))
-    assert a.received_nbytes() - sent[1] < SLACK, "what is read where it was produced crosses no network"
-    assert near.do("get('p', 64, 'other')") == list(range(64))
-    assert 64 * ROW <= a.received_nbytes() - sent[1] < 64 * ROW * 1.1 + SLACK, "each byte crosses once"
-    assert b.received_nbytes() - sent[0] < 64 * ROW * 0.1 + SLACK
-    samples = {name: own[0] for name, own in far.do("units()").items()}
-    assert sorted(samples.values()) == [0, 64]
-
-
-def test_by_the_first_host_s_address_too_values_take_shared_memory_on_their_own_host(hosts, program):
-    a, b = hosts
-    first = a.serve()
-    b.serve(first.remote)
-    for at, host in enumerate(hosts):
-        own = program(host, first.remote)
-        own.do(f"put('{host.name}', 64)")
-        assert list(own.do("units()").values())[at] == (64, "arena")
-
-
-def test_the_address_of_a_server_that_joined_leads_to_the_queue_from_both_hosts(hosts, program):
-    a, b = hosts
-    second = b.serve(a.serve().remote)
-    for host in hosts:
-        own = program(host, second.remote)
-        own.do(f"put('{host.name}', 8)")
-        assert own.do(f"get('{host.name}', 8)") == (list(range(8)))
-    assert sorted(samples for samples, _ in own.do("units()").values()) == [8, 8], "values stay where they were put"
-
 
 def test_values_of_a_host_whose_server_is_killed_are_missed_within_seconds(hosts, two_programs):
     near, far, second = two_programs
@@ -60,17 +22,6 @@ def test_values_of_a_host_whose_server_is_killed_are_missed_within_seconds(hosts
     near.do(f"(lambda time: {waiting})(__import__('time'))")
     assert time.monotonic() - started < 10.0 * SLOW, "a lease of 15 s is for those that are silent"
     assert near.do("client.get_lost_samples('p')") == {"x": [0, 1, 2, 3]}
-
-
-def test_fields_of_one_sample_lie_where_each_was_produced_and_are_read_together(two_programs):
-    near, far, _ = two_programs
-    assert near.do("put('p', 8)") == list(range(8))
-    assert far.do("put('p', 8, 100, 'y', client.get_meta(['x'], 8, 'p', task_name='reward'))") == list(range(8))
-    for reader in (near, far):
-        both = f"client.get_data(client.get_meta(['x', 'y'], 8, 'p', task_name='{id(reader)}'))"
-        read = f"(lambda d: [(d['x'][i][0].item(), d['y'][i][0].item()) for i in range(8)])({both})"
-        assert reader.do(read) == [(i, 100 + i) for i in range(8)]
-    assert sorted(own[0] for own in near.do("units()").values()) == [8, 8]
 
 
 def test_a_full_host_is_routed_around_and_all_of_it_comes_back(hosts, program):

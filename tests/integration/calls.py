@@ -9,8 +9,11 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, get_args
 
+import torch
+
 import transfer_queue as tq
 from transfer_queue import protocol as p
+from transfer_queue.client import kv
 from transfer_queue.client.get import fetch_request
 from transfer_queue.storage.messages import UnitRequest
 from transfer_queue.transport.base import PeerCall, RawReply
@@ -24,6 +27,10 @@ _decode = p.message_decoder(*get_args(UnitRequest))
 def request_of(call: PeerCall) -> Any:
     """What a call asks for."""
     return _decode(call.header).request
+
+
+def kind_of(call: PeerCall) -> str:
+    return type(request_of(call)).__name__
 
 
 def fetch_of(fields: Sequence[str], batch_size: int, partition: str, task: str, wait_s: float = 0.0) -> p.Fetch:
@@ -46,6 +53,11 @@ def answered(client: tq.TransferQueueClient, request: p.Request, reply: type[R],
     return blocking(client.session.send(request, reply, keep=keep))
 
 
+def put_by_key(client: tq.TransferQueueClient, partition: str, key: str, value: int) -> None:
+    """Put field "a" as this client: the verbs of keys put as that of the process."""
+    blocking(kv.batch_put(client, [key], partition, {"a": torch.tensor([value])}, None))
+
+
 def _caller_of(client: tq.TransferQueueClient) -> SocketCaller:
     """What sends the client's calls; in a forked child its own one."""
     client.session.follow_fork()
@@ -60,7 +72,7 @@ def exchanges(client: tq.TransferQueueClient, verb: Callable[[], object]) -> lis
 
     async def noted(calls: Any, timeout_s: float) -> list[RawReply]:
         made = list(calls)
-        found.append([type(request_of(call)).__name__ for call in made])
+        found.append([kind_of(call) for call in made])
         return await ask(made, timeout_s)
 
     caller.call_many = noted  # type: ignore[method-assign]
@@ -72,7 +84,7 @@ def exchanges(client: tq.TransferQueueClient, verb: Callable[[], object]) -> lis
 
 
 @contextmanager
-def giving_up(client: tq.TransferQueueClient, kind: type[p.Request], error: BaseException) -> Iterator[list[Any]]:
+def giving_up(client: tq.TransferQueueClient, kind: str, error: BaseException) -> Iterator[list[Any]]:
     """Inside, the first call of this kind is answered, and then given up with ``error`` before its answer is read.
 
     What the transport does for a call that is given up is done here, too: its cancel is sent. Yields the requests
@@ -85,7 +97,7 @@ def giving_up(client: tq.TransferQueueClient, kind: type[p.Request], error: Base
     async def give_up(calls: Any, timeout_s: float) -> list[RawReply]:
         made = list(calls)
         replies = await ask(made, timeout_s)
-        if given_up or not any(isinstance(request_of(call), kind) for call in made):
+        if given_up or kind not in map(kind_of, made):
             return replies
         given_up.extend(map(request_of, made))
         for call in made:
@@ -101,15 +113,15 @@ def giving_up(client: tq.TransferQueueClient, kind: type[p.Request], error: Base
 
 
 @contextmanager
-def before(client: tq.TransferQueueClient, kind: type[p.Request], act: Callable[[], object]) -> Iterator[None]:
-    """Inside, ``act`` is done once, when the first request of this kind is about to be sent."""
+def before(client: tq.TransferQueueClient, kind: str, act: Callable[[], object]) -> Iterator[None]:
+    """Inside, ``act`` is done once, when the first request of this kind is about to be sent. There may be several."""
     acts = [act]
     caller = _caller_of(client)
-    ask = caller.call_many
+    ask, outer = caller.call_many, vars(caller).get("call_many")
 
     async def act_first(calls: Any, timeout_s: float) -> list[RawReply]:
         made = list(calls)
-        if acts and any(isinstance(request_of(call), kind) for call in made):
+        if acts and kind in map(kind_of, made):
             acts.pop()()
         return await ask(made, timeout_s)
 
@@ -117,7 +129,10 @@ def before(client: tq.TransferQueueClient, kind: type[p.Request], act: Callable[
     try:
         yield
     finally:
-        del caller.call_many
+        if outer is None:
+            del caller.call_many
+        else:
+            caller.call_many = outer  # type: ignore[method-assign]
 
 
 def die(*_: Any, **__: Any) -> Any:

@@ -19,7 +19,7 @@ import transfer_queue as tq
 from tests.integration.clients import connect
 from transfer_queue.transport.base import NOBODY_WAITS
 from transfer_queue.transport.blocking import run_blocking
-from transfer_queue.transport.framing import Inbound, Message, encode
+from transfer_queue.transport.framing import _MARK, _PREFIX, Inbound, Message, encode
 
 SLOW = float(os.environ.get("TQ_TEST_SLOW", "1"))
 """Deadlines are multiplied by it; a busy machine needs 4 or so."""
@@ -123,6 +123,11 @@ def stranger(conf: Any) -> socket.socket:
 def framed(header: bytes, number: int = NOBODY_WAITS) -> bytes:
     """A message as it travels."""
     return b"".join(encode(number, header))
+
+
+def promise(header_nbytes: int, num_frames: int) -> bytes:
+    """The beginning of a message: of a header of so many bytes, and so many frames."""
+    return _PREFIX.pack(_MARK, header_nbytes, 1, num_frames)
 
 
 def received_replies(bare: socket.socket, count: int) -> list[Message]:

@@ -168,6 +168,7 @@ def test_the_plot_is_a_png(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.programs
 def test_a_worker_answers_row_after_row_and_a_late_one_is_ended_with_its_servers() -> None:
     package = Package(OURS, sys.executable, tq.__distribution_version__, needs_ray=False)
     assert package.ask("strings", True, 60.0).keys() == {"put_ms", "get_ms", "memcpy_ms"}

@@ -19,8 +19,6 @@ from tensordict import TensorDict
 import transfer_queue as tq
 from tests.integration.calls import before, die
 from tests.integration.noticing import WAIT_S, ended, until
-from transfer_queue import protocol as p
-from transfer_queue.storage.messages import Commit, Write
 
 # A process each: there a put and a clear have several steps, and a client may end between any two of them.
 CONF = {
@@ -114,7 +112,7 @@ def write_onto_cleared_samples_and_die_before_publishing(indexes: list[int], par
         client.clear_samples(meta)
         die()
 
-    with before(client, p.Publish, clear_and_die):
+    with before(client, "Publish", clear_and_die):
         client.put(rows(b=torch.arange(len(indexes))), metadata=meta)
 
 
@@ -126,7 +124,7 @@ def test_what_a_killed_writer_stored_for_samples_cleared_meanwhile_is_freed(clie
     assert until(nothing_stored), unit()
 
 
-@pytest.mark.parametrize("step", [Write, p.Publish])
+@pytest.mark.parametrize("step", ["Write", "Publish"])
 def test_what_a_cancelled_put_stored_for_samples_cleared_meanwhile_is_freed(client, name, step):
     meta = client.put(rows(a=torch.arange(3)), partition_id=name)
 
@@ -142,7 +140,7 @@ def test_what_a_cancelled_put_stored_for_samples_cleared_meanwhile_is_freed(clie
 
 def test_a_put_cancelled_at_its_publish_is_undone(client, name):
     with (
-        before(client, p.Publish, lambda: asyncio.current_task().cancel()),
+        before(client, "Publish", lambda: asyncio.current_task().cancel()),
         pytest.raises(asyncio.CancelledError),
     ):
         asyncio.run(client.async_put(rows(a=torch.arange(3)), partition_id=name))
@@ -155,7 +153,7 @@ def test_a_put_cancelled_at_its_publish_is_undone(client, name):
 
 def put_and_die_before_committing(partition: str, indexes: list[int]) -> None:
     client = tq.get_client()
-    with before(client, Commit, die):
+    with before(client, "Commit", die):
         client.put(rows(a=torch.tensor([7, 8])), metadata=tq.BatchMeta(indexes, [partition] * 2))
 
 
@@ -171,7 +169,7 @@ def put_what_is_refused_and_die(partition: str, indexes: list[int]) -> None:
     client = tq.get_client()
     client.session.cancel = die
     meta = tq.BatchMeta(indexes, [partition] * 2)
-    with before(client, p.Publish, lambda: client.clear_samples(meta[:1])):
+    with before(client, "Publish", lambda: client.clear_samples(meta[:1])):
         client.put(rows(b=torch.arange(2)), metadata=meta)
 
 
@@ -186,7 +184,7 @@ def test_what_a_killed_writer_was_refused_to_publish_is_freed(client, name, fork
 
 
 def put_by_key_and_die_before_publishing(keys: list[str], partition: str) -> None:
-    with before(tq.get_client(), p.Publish, die):
+    with before(tq.get_client(), "Publish", die):
         tq.kv_batch_put(keys, partition, rows(b=torch.arange(len(keys)), c=torch.arange(len(keys))))
 
 

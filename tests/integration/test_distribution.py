@@ -16,7 +16,7 @@ import pytest
 from tests.own_processes import SLOW
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.timeout(240 * SLOW)
+pytestmark = [pytest.mark.programs, pytest.mark.timeout(240 * SLOW)]
 
 
 def run(*command: str, cwd: Path, **environment: str) -> str:

@@ -178,10 +178,14 @@ def test_a_put_that_the_end_of_a_killed_writer_lets_in_is_published(client, othe
 # ---- never let in ----
 
 
+class Hasty(tq.TransferQueueClient):
+    async def put_timeout_s(self) -> float:
+        return 0.1
+
+
 def give_up_by_time(client: Any, put: Callable[[Any], Any], queue: Any) -> None:
-    hasty = tq.TransferQueueClient("hasty", queue.controller.zmq_info)
+    hasty = Hasty("hasty", queue.controller.zmq_info)
     hasty.initialize_storage_manager("SimpleStorage", queue.backend.SimpleStorage, put_timeout_s=0.1)
-    hasty.get_config()["backend"]["SimpleStorage"]["put_timeout_s"] = 0.1
     with pytest.raises(tq.StorageFullError, match="Storage capacity exceeded"):
         blocking(put(hasty))
     hasty.close()

@@ -16,14 +16,9 @@ from clients import connect
 from plain_rows import rows
 
 import transfer_queue as tq
-from tests.integration.calls import before, die, giving_up, request_of
+from tests.integration.calls import before, die, giving_up, kind_of, put_by_key
 from tests.integration.noticing import ended, until
-from transfer_queue import protocol as p
-from transfer_queue.client import kv
-from transfer_queue.client.put import WriteTransaction
 from transfer_queue.errors import InvalidRequestError, QueueUnreachableError, UnknownPartitionError
-from transfer_queue.storage.messages import Commit, Write
-from transfer_queue.transport.blocking import run_blocking
 
 WAIT_S = 20.0
 STEADY = 4
@@ -44,9 +39,9 @@ def together(queue: Any) -> bool:
 
 
 @pytest.fixture
-def writing(together: bool) -> type[p.Request]:
+def writing(together: bool) -> str:
     """The message that brings the values."""
-    return p.Put if together else Write
+    return "Put" if together else "Write"
 
 
 @pytest.fixture
@@ -273,29 +268,15 @@ def test_of_two_that_put_the_same_new_field_both_are_published_and_one_s_values_
     assert values(other) == num_values - 2
 
 
-def put_by_key(client: tq.TransferQueueClient, partition: str, key: str, value: int) -> None:
-    run_blocking(kv.batch_put(client, [key], partition, rows(a=torch.tensor([value])), None))
-
-
 @pytest.mark.usefixtures("in_steps", "nothing_more")
-def test_of_two_that_put_the_same_new_key_one_is_read_until_the_other_is_published(client, other, name, monkeypatch):
+def test_of_two_that_put_the_same_new_key_one_is_read_until_the_other_is_published(client, other, name):
     """The one that has made the key writes its values when those of the other are published already."""
-    storage, keys = client.storage_manager, list("abcdef")
-    write, publication = storage.write, WriteTransaction._publication
-
-    async def write_last(*args: Any) -> Any:
-        put_by_key(other, name, key, 1)
-        return await write(*args)
-
-    async def publish_last(self: Any, *args: Any) -> Any:
-        if self._session is client.session:
-            assert stored(other, name, "a")[-1] == 1
-        return await publication(self, *args)
-
-    monkeypatch.setattr(storage, "write", write_last)
-    monkeypatch.setattr(WriteTransaction, "_publication", publish_last)
+    keys, read = list("abcdef"), []
     for key in keys:  # it may go to the same unit, or to another one
-        put_by_key(client, name, key, 2)
+        first = before(client, "Write", lambda key=key: put_by_key(other, name, key, 1))
+        with first, before(client, "Publish", lambda: read.append(stored(other, name, "a")[-1])):
+            put_by_key(client, name, key, 2)
+    assert read == [1] * len(keys)
     assert stored(other, name, "a") == [2] * len(keys)
     other.clear_partition(name)
 
@@ -330,14 +311,14 @@ def raises_unless(goes_on: bool, error: type[BaseException]) -> Any:
 @pytest.mark.parametrize("stream", [True, False], ids=["in a stream", "alone"])
 def test_new_samples_whose_put_was_given_up_when_it_was_answered(client, other, name, together, error, stream):
     """A write that a unit does not answer goes to another one. What is published is readable without a commit."""
-    for at, step in enumerate([p.Put] if together else [p.Reserve, Write, p.Publish]):
+    for at, step in enumerate(["Put"] if together else ["Reserve", "Write", "Publish"]):
         partition, old = f"{name}/{at}", [0, 1] * STEADY if stream else [9]
         if stream:
             steady(client, partition)
         else:
             other.put(rows(a=torch.tensor([9])), partition_id=partition)
         count = values(other)
-        with giving_up(client, step, error("given up")) as given_up, raises_unless(step is Write, error):
+        with giving_up(client, step, error("given up")) as given_up, raises_unless(step == "Write", error):
             client.put(rows(a=torch.tensor([7, 8])), partition_id=partition)
         assert given_up
         check_whole_or_not_at_all(other, partition, "a", old, [7, 8], count)
@@ -347,11 +328,11 @@ def test_new_samples_whose_put_was_given_up_when_it_was_answered(client, other, 
 
 @of_any_kind
 def test_a_new_field_whose_put_was_given_up_when_it_was_answered(client, other, name, together, error):
-    for at, step in enumerate([p.Put] if together else [p.CheckFields, Write, p.Publish, Commit]):
+    for at, step in enumerate(["Put"] if together else ["CheckFields", "Write", "Publish", "Commit"]):
         partition = f"{name}/{at}"
         meta = client.put(rows(a=torch.arange(2)), partition_id=partition)
         count = values(other)
-        with giving_up(client, step, error("given up")) as given_up, raises_unless(step is Write, error):
+        with giving_up(client, step, error("given up")) as given_up, raises_unless(step == "Write", error):
             client.put(rows(b=torch.tensor([7, 8])), metadata=meta[:])
         assert given_up
         check_whole_or_not_at_all(other, partition, "b", [], [7, 8], count)
@@ -395,7 +376,7 @@ def test_a_put_that_is_cancelled_on_an_event_loop(client, other, name, field, tu
 # ---- writers that are killed ----
 
 
-def put_and_die(partition: str, indexes: list[int], kind: type[p.Request], sent: int) -> None:
+def put_and_die(partition: str, indexes: list[int], kind: str, sent: int) -> None:
     """Killed when so many of the put's messages of this kind were answered, and the others not even sent."""
     client = tq.get_client()
     client.get_stats()
@@ -404,7 +385,7 @@ def put_and_die(partition: str, indexes: list[int], kind: type[p.Request], sent:
 
     async def call_many(calls: Any, timeout_s: float) -> Any:
         made = list(calls)
-        if isinstance(request_of(made[0]), kind):
+        if kind_of(made[0]) == kind:
             await ask(made[:sent], timeout_s)
             die()
         return await ask(made, timeout_s)
@@ -417,18 +398,18 @@ def put_and_die(partition: str, indexes: list[int], kind: type[p.Request], sent:
         client.put(rows(a=column[:2]), partition_id=partition)
 
 
-def deaths(together: bool, begin: type[p.Request], units: int) -> list[tuple[type[p.Request], int]]:
+def deaths(together: bool, begin: str, units: int) -> list[tuple[str, int]]:
     """Every moment at which a writer may die: before and after each message."""
     if together:
-        return [(p.Put, 0), (p.Put, 1)]
-    counts = {begin: 1, Write: units, p.Publish: 1}
-    if begin is p.CheckFields:  # values of new samples need no commit
-        counts[Commit] = units
+        return [("Put", 0), ("Put", 1)]
+    counts = {begin: 1, "Write": units, "Publish": 1}
+    if begin == "CheckFields":  # values of new samples need no commit
+        counts["Commit"] = units
     return [(kind, sent) for kind, count in counts.items() for sent in range(count + 1)]
 
 
 def test_new_samples_of_a_killed_writer_are_there_whole_or_not_at_all(client, name, fork, together):
-    for at, (kind, sent) in enumerate(deaths(together, p.Reserve, 1)):
+    for at, (kind, sent) in enumerate(deaths(together, "Reserve", 1)):
         partition = f"{name}/{at}"
         client.put(rows(a=torch.tensor([9])), partition_id=partition)
         count = values(client)
@@ -439,7 +420,7 @@ def test_new_samples_of_a_killed_writer_are_there_whole_or_not_at_all(client, na
 
 
 def test_a_new_field_of_a_killed_writer_is_there_whole_or_not_at_all(client, name, fork, together):
-    for at, (kind, sent) in enumerate(deaths(together, p.CheckFields, 2)):
+    for at, (kind, sent) in enumerate(deaths(together, "CheckFields", 2)):
         partition = f"{name}/{at}"
         meta = client.put(rows(a=torch.arange(1500)), partition_id=partition)
         count = values(client)

@@ -211,5 +211,5 @@ def test_the_sampler_that_held_the_server_is_named_in_its_statistics(client, nam
     with contextlib.suppress(tq.TransferQueueError):
         client.get_meta(["x"], 2, name, task_name=f"of {name}", timeout_s=0.0)
     (alarm,) = client.get_stats()["alarms"]
-    assert "HostileSampler" in alarm["what"]
+    assert f"HostileSampler of task 'of {name}'" in alarm["what"]
     assert alarm["held_s"] >= 2.0

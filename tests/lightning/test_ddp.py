@@ -47,6 +47,7 @@ def _four(start: int) -> list[int]:
     return list(range(start, start + 4))
 
 
+@pytest.mark.programs
 def test_padding_gives_every_rank_the_same_number_of_batches_and_loses_nothing(run: Any) -> None:
     code, output, ranks = run("ddp_fork", "--tail", "pad", "--num-workers", "2", "--test")
     assert code == 0, output

@@ -109,7 +109,11 @@ def seed() -> int:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name.startswith("epochs") else [pytest.mark.slow]) for name in SINGLE]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.programs if name.startswith("epochs") else pytest.mark.slow)
+        for name in SINGLE
+    ],
 )
 def test_killed_training_resumes_as_if_never_killed(tmp_path: Path, name: str, seed: int) -> None:
     check_equal(tmp_path, seed, devices=1, **SINGLE[name])

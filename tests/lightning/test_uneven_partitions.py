@@ -75,6 +75,7 @@ def test_padding_keeps_ranks_together_and_loses_nothing(run_ranks: Any, ranks: i
     assert "could not fill a last round" not in output
 
 
+@pytest.mark.programs
 def test_an_uneven_end_is_refused_for_training_on_several_ranks(run_ranks: Any) -> None:
     plan = {"train": [4], "val": [4], "stream": {"batch_size": 2, "tail": "uneven_ok"}, "trainer": {}}
     code, output, recorded = run_ranks("uneven_partitions_script.py", "2", "LOGS", json.dumps(plan))

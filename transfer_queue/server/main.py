@@ -225,7 +225,8 @@ def _storage_client(
         backend = config.backend.storage_backend
         adopt(backend, backend_path)
     section = section_of({**orders.conf["backend"], "storage_backend": backend})  # it may be one of the user's own
-    session = Session(name, ZMQServerInfo.from_dict(config.controller.zmq_info).peer())
+    key_file = None if orders.listen is None else orders.key_file  # units of other hosts have the same keys
+    session = Session(name, ZMQServerInfo.from_dict(config.controller.zmq_info).peer(), key_file)
     return StorageManagerFactory.create(backend, session, storage_settings(section, timeout_s=timeout_s))
 
 

@@ -1,20 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short words for requests to a plane and for its replies."""
+"""Short words for planes, for requests to them and for their replies."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
-from transfer_queue import protocol as p
-from transfer_queue.control.plane import ControlPlane, To
+import msgspec
 
-ROLLOUT, REWARDER, ACTOR, CRITIC = "rollout", "rewarder", "actor", "critic"
+from transfer_queue import protocol as p
+from transfer_queue.calls import Turn
+from transfer_queue.calls.turn import TURN_S
+from transfer_queue.control.plane import ControlPlane, To
+from transfer_queue.control.state import PlaneConfig
+
+ROLLOUT, REWARDER, ACTOR, CRITIC, SAVER = "rollout", "rewarder", "actor", "critic", "saver"
 INT = p.FieldSpec("int64", (4,))
 FLOAT = p.FieldSpec("float32", (1,))
 _ids = itertools.count(1)
 _unpublished: dict[tuple[str, int], int] = {}
 """By client and the first of the samples: the call that reserved them last."""
+
+
+def new_plane(**config: Any) -> ControlPlane:
+    """For tests that make one for each example; others take the fixture, which checks them at the end."""
+    return ControlPlane(PlaneConfig(**config))
+
+
+def short_turns(plane: ControlPlane, looks: int) -> None:
+    """From now on a turn ends when it has looked at the time so often."""
+    plane.calls.turn = Turn(itertools.count(step=TURN_S / looks).__next__)
+
+
+def turns(plane: ControlPlane, now: float = 0.0) -> list[list[To]]:
+    """The replies of each turn that is due."""
+    found = []
+    while (due := plane.next_deadline()) is not None and due <= now:
+        found.append(plane.expire(now))
+    return found
+
+
+def rest(plane: ControlPlane, now: float = 0.0) -> list[To]:
+    """The replies of all turns that are due at once; no deadline passes."""
+    replies = []
+    while plane.next_deadline() == -math.inf:
+        replies += plane.expire(now)
+    return replies
 
 
 def fields(*names: str) -> dict[str, p.FieldSpec]:
@@ -146,3 +178,32 @@ def not_ready(reply: Any) -> tuple[int, int, int, dict[str, int]]:
     """(wanted, ready, samples, lacking)"""
     assert isinstance(reply, p.NotReady), reply
     return reply.wanted, reply.ready, reply.samples, reply.lacking
+
+
+# ---- saved and restored ----
+
+
+def save(plane: ControlPlane, now: float = 0.0) -> bytes:
+    frozen = ask(plane, SAVER, p.Freeze, now=now)
+    assert isinstance(frozen, p.Frozen), frozen
+    assert frozen.num_parts == 1, "a small state is one slice"
+    assert indexes(ask(plane, SAVER, p.Thaw, frozen.id)) == []
+    return frozen.state
+
+
+def load(plane: ControlPlane, state: bytes, now: float = 0.0) -> Any:
+    """The reply to Restore, after the indexes were staged as a client does it."""
+    return ask(plane, SAVER, p.Restore, state, stage(plane, state, now), now=now)
+
+
+def stage(plane: ControlPlane, state: bytes, now: float = 0.0) -> int:
+    """How much greater the samples' indexes will be."""
+    packed = b"".join(each["index"] for each in msgspec.msgpack.decode(state)["partitions"])
+    shift: int = ask(plane, SAVER, p.Stage, packed, now=now).value
+    return shift
+
+
+def corrupted(state: bytes, change: Any) -> bytes:
+    plain = msgspec.msgpack.decode(state)
+    change(plain)
+    return msgspec.msgpack.encode(plain)

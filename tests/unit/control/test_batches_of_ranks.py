@@ -8,13 +8,30 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from control_kit import ACTOR, CRITIC, ack, ask, batch, cancel, clear, fetch, indexes, put, refused, register
+from control_kit import (
+    ACTOR,
+    CRITIC,
+    SAVER,
+    ack,
+    ask,
+    batch,
+    cancel,
+    clear,
+    corrupted,
+    fetch,
+    indexes,
+    load,
+    new_plane,
+    put,
+    refused,
+    register,
+    save,
+    stage,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_snapshot import SAVER, corrupted, load, save, stage
 
 from transfer_queue import protocol as p
-from transfer_queue.control.plane import ControlPlane
 
 CLIENTS = (ACTOR, CRITIC)
 SIZE = 2
@@ -101,7 +118,7 @@ class Readers:
 
     def __init__(self, data: st.DataObject) -> None:
         self.draw = data.draw
-        self.plane = ControlPlane()
+        self.plane = new_plane()
         self.ranks = [RankModel(), RankModel()]
         self.saved: tuple[bytes, list[RankModel]] | None = None
         register(self.plane, dp_size=2)
@@ -179,7 +196,7 @@ class Readers:
         now, self.ranks = self.ranks, copy.deepcopy(ranks)
         is_new = self.draw(st.booleans())
         if is_new:
-            self.plane = ControlPlane()
+            self.plane = new_plane()
         shift = stage(self.plane, state)
         assert isinstance(ask(self.plane, SAVER, p.Restore, state, shift), p.Cleared)
         for model, before in zip(self.ranks, now, strict=True):

@@ -14,10 +14,12 @@ from control_kit import (
     INT,
     REWARDER,
     ROLLOUT,
+    SAVER,
     ack,
     ask,
     clear,
     fetch,
+    new_plane,
     publish,
     put,
     register,
@@ -25,28 +27,9 @@ from control_kit import (
     seal,
     send,
 )
+from slices_kit import parts_of, rest_of, small_slices
 
 from transfer_queue import protocol as p
-from transfer_queue.control import snapshot
-from transfer_queue.control.plane import ControlPlane
-from transfer_queue.control.rows import RowTable
-from transfer_queue.control.saved import SavedQueue, decode
-from transfer_queue.control.snapshot import Snapshot
-from transfer_queue.control.state import PlaneConfig
-
-
-def read(taken: Snapshot) -> list[bytes]:
-    """All slices of its moment."""
-    parts: list[bytes] = []
-    while len(parts) < taken.num_parts:
-        parts.append(taken.part(len(parts)))
-    taken.close()
-    return parts
-
-
-def at_once(plane: ControlPlane) -> list[SavedQueue]:
-    return list(map(decode, read(Snapshot(plane.state, 0.0))))
-
 
 DECLARED = p.DeclaredField("int8")
 
@@ -55,9 +38,10 @@ class Busy:
     """A plane in the middle of everything. Samples 2 to 13 are there, in puts of four; two more are reserved."""
 
     def __init__(self, preallocate: int = 1) -> None:
-        self.plane = plane = ControlPlane(PlaneConfig(preallocate=preallocate))
+        self.plane = plane = new_plane(preallocate=preallocate)
         for name in ("before", "next"):
             put(plane, 1, partition=name)
+        ask(plane, ROLLOUT, p.CreatePartition, "empty")
         ask(plane, "unit", p.JoinUnit, "unit", "host", ["tcp://unit:1"])
         register(plane, "ranks", dp_size=2, tail="drop")
         for _ in range(3):
@@ -137,39 +121,21 @@ CHANGES: dict[str, Callable[[Busy], Any] | tuple[Callable[[Busy], Any], Callable
 }  # fmt: skip
 
 
+@pytest.fixture
+def a_slice_each():
+    """A slice for each partition. A freeze that was read once has looked at the first three of them only."""
+    with small_slices(rows=1):
+        yield
+
+
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_partition_is_copied_before_it_changes(what, monkeypatch):
-    monkeypatch.setattr(snapshot, "ROWS", 50)  # a slice for each partition, so that nobody has looked at this one yet
+def test_a_partition_is_copied_before_it_changes(what, a_slice_each):
     busy, change = Busy(preallocate=30 if "preallocated" in what else 1), CHANGES[what]
     if isinstance(change, tuple):
         change[0](busy)
         change = change[1]
-    expected, taken, other = at_once(busy.plane), Snapshot(busy.plane.state, 0.0), Snapshot(busy.plane.state, 0.0)
+    expected, freezes = parts_of(busy.plane), [ask(busy.plane, SAVER, p.Freeze) for _ in range(2)]
     change(busy)
     busy.plane.check_invariants()
-    assert at_once(busy.plane) != expected, "it is a change"
-    for each in (taken, other):
-        assert list(map(decode, read(each))) == expected
-
-
-def test_a_freeze_and_requests_that_change_nothing_copy_nothing(monkeypatch):
-    busy = Busy()
-    monkeypatch.delattr(RowTable, "frozen")
-    expected, taken = at_once(busy.plane), Snapshot(busy.plane.state, 0.0)
-    for verb, args in (
-        (p.Describe, ("p",)), (p.GetStats, ()), (p.ListKeys, ()), (p.ConsumptionStatus, ("p", "train")),
-        (p.ClearSamples, ("p", p.pack_indexes([777]))),
-    ):  # fmt: skip
-        ask(busy.plane, ACTOR, verb, *args)
-    fetch(busy.plane, 99)
-    assert list(map(decode, read(taken))) == expected
-
-
-def test_a_copy_that_failed_is_tried_again_before_anything_changes(monkeypatch):
-    busy = Busy()
-    expected, taken = at_once(busy.plane), Snapshot(busy.plane.state, 0.0)
-    with monkeypatch.context() as patch:
-        patch.delattr(RowTable, "frozen")
-        assert isinstance(ask(busy.plane, ROLLOUT, p.SealPartition, "p"), p.Failed)
-    seal(busy.plane)
-    assert list(map(decode, read(taken))) == expected
+    assert parts_of(busy.plane) != expected, "it is a change"
+    assert [[each.state, *rest_of(busy.plane, each)] for each in freezes] == [expected] * 2

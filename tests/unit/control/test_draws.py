@@ -4,18 +4,28 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import pytest
-from control_kit import ACTOR, INT, REWARDER, ROLLOUT, batch, clear, fetch, grpo, publish, put
+from control_kit import (
+    ACTOR,
+    INT,
+    REWARDER,
+    ROLLOUT,
+    batch,
+    clear,
+    fetch,
+    grpo,
+    new_plane,
+    publish,
+    put,
+    register,
+    rest,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transfer_queue import protocol as p
-from transfer_queue.control.draw import Task
-from transfer_queue.control.plane import ControlPlane, To
-from transfer_queue.control.state import PlaneConfig
 from transfer_queue.sampler import (
     BaseSampler,
     GRPOGroupNSampler,
@@ -43,7 +53,7 @@ def groups_among(ready: list[int], size: int, puts: list[list[int]]) -> list[lis
     return groups
 
 
-def put_parts(plane: ControlPlane, n: int) -> None:
+def put_parts(plane: Any, n: int) -> None:
     """Samples of groups that stay incomplete, so that enough are ready for tries of ten groups."""
     for own in [put(plane, n, "prompt") for _ in range(30)]:
         publish(plane, own[1:], "x")
@@ -142,14 +152,15 @@ def test_a_round_may_need_all_that_is_ready(plane):
 
 
 @pytest.mark.parametrize("sampler", ["ranks", "pairs", "balanced", "budget"])
-def test_what_a_sampler_remembers_from_a_checkpoint_is_drawn_first(plane, sampler):
+def test_what_a_sampler_remembers_from_a_checkpoint_is_drawn_first(make_plane, sampler):
     kind, _, kwargs = SAMPLERS[sampler]
-    made, samples = kind(**kwargs), put(plane, 6, lengths=[1] * 6)
+    plane = make_plane(sampler=(made := kind(**kwargs)))
+    samples = put(plane, 6, lengths=[1] * 6)
     shares = [samples[4:], samples[2:4]]
     pair = (lambda share: share) if sampler == "ranks" else (lambda share: (share, share))
     ranks = {rank: {0: pair(share)} for rank, share in enumerate(shares)}
     made.load_checkpoint({"_states": {"p": {"train": ranks}}, "_balanced_cache": {("p", "train", 0): shares}})
-    plane.state.tasks.add(Task("train", made, dp_size=2))
+    register(plane, dp_size=2)
     assert [batch(plane, 2, rank, 0) for rank in range(2)] == shares
     assert made.save_checkpoint()["_states"] == {"p": {"train": {}}}
 
@@ -208,19 +219,18 @@ class Twins:
     """Two planes that get the same requests: one draws as the queue does, one by samplers that see everything."""
 
     def __init__(self, sampler: str, dp_size: int | None, tail: str | None, preallocate: int) -> None:
-        self.planes = [ControlPlane(PlaneConfig(preallocate=preallocate)) for _ in range(2)]
-        self.puts: list[list[int]] = []
-        quick, slow, kwargs = SAMPLERS[sampler]
+        *kinds, kwargs = SAMPLERS[sampler]
+        samplers = [kind(**kwargs) for kind in kinds]
+        self.planes = [new_plane(preallocate=preallocate, sampler=sampler) for sampler in samplers]
+        self.puts = samplers[1].puts = []
         self.dp_size = kwargs.get("dp_size", dp_size)
-        for task in ("a", "b"):
-            for plane, made in zip(self.planes, (quick(**kwargs), slow(**kwargs)), strict=True):
-                made.puts = self.puts
-                plane.state.tasks.add(Task(task, made, self.dp_size, tail))
+        for task, plane in itertools.product("ab", self.planes):
+            register(plane, task, dp_size=self.dp_size, tail=tail)
         self.ids = itertools.count(1)
         self.next: dict[tuple[str, int], int] = {}
         self.taken: list[int] = []
 
-    def ask(self, client: str, verb: Any, *args: Any, **kwargs: Any) -> list[To]:
+    def ask(self, client: str, verb: Any, *args: Any, **kwargs: Any) -> list[Any]:
         request = verb(next(self.ids), *args, **kwargs)
         replies, slow = ([*plane.handle(client, request, 0.0), *rest(plane)] for plane in self.planes)
         assert [texts(to) for to in replies] == [texts(to) for to in slow]
@@ -271,15 +281,7 @@ class Twins:
         self.taken += [to.reply.id for to in replies if isinstance(to.reply, p.Batch)]
 
 
-def rest(plane: ControlPlane) -> list[To]:
-    """What is left for later turns."""
-    replies = []
-    while plane.next_deadline() == -math.inf:
-        replies += plane.expire(0.0)
-    return replies
-
-
-def texts(to: To) -> str:
+def texts(to: Any) -> str:
     return repr(to).replace("Slow", "").replace("Groups", "GRPOGroupNSampler")
 
 

@@ -3,10 +3,6 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
-import numpy as np
 import pytest
 from control_kit import (
     ACTOR,
@@ -18,79 +14,23 @@ from control_kit import (
     clear,
     fetch,
     grpo,
+    new_plane,
     park,
     publish,
     put,
     register,
     reserve,
+    rest,
     seal,
 )
+from counting_kit import cost, watch
 
 from transfer_queue import protocol as p
-from transfer_queue.control.draw import Task
-from transfer_queue.control.plane import ControlPlane
-from transfer_queue.control.state import PlaneConfig
 from transfer_queue.sampler import BaseSampler
 
 ROWS = 200_000
 MOST = 10_000
 """Elements that a request for few samples may look at: some chunks of 4096 rows, some blocks of 1024."""
-
-
-class Watched(np.ndarray):
-    """A column that counts the elements which are read, compared, searched or gathered; views of it are free."""
-
-    elements = 0
-
-    def __getitem__(self, key: Any) -> Any:
-        result = super().__getitem__(key)
-        if isinstance(key, slice):
-            return result
-        Watched.elements += size_of(result)
-        return plain(result)
-
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        Watched.elements += max(map(size_of, inputs))
-        out = kwargs.pop("out", None)
-        if out is not None:
-            kwargs["out"] = tuple(plain(each) for each in out)
-        return getattr(ufunc, method)(*map(plain, inputs), **kwargs)
-
-    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        Watched.elements += sum(map(size_of, args))
-        return function(*map(plain, args), **kwargs)
-
-    def nonzero(self) -> Any:
-        Watched.elements += self.size
-        return plain(self).nonzero()
-
-    def tolist(self) -> Any:
-        Watched.elements += self.size
-        return plain(self).tolist()
-
-    def tobytes(self) -> Any:
-        Watched.elements += self.size
-        return plain(self).tobytes()
-
-
-def plain(array: Any) -> Any:
-    return array.view(np.ndarray) if isinstance(array, Watched) else array
-
-
-def size_of(value: Any) -> int:
-    return value.size if isinstance(value, np.ndarray) else 1
-
-
-def watch(plane: ControlPlane) -> None:
-    """From here on every column of partition "p" counts, and so does what is ready in it."""
-    partition = plane.state.partitions["p"]
-    table = partition.table
-    table._columns = {name: column.view(Watched) for name, column in table._columns.items()}
-    for consumer in partition.consumers.values():
-        for ready in consumer._ready.values():
-            for each in (ready, getattr(ready.follower, "_heads", ready)):
-                each._mask, each._counts = each._mask.view(Watched), each._counts.view(Watched)
-    Watched.elements = 0
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +41,7 @@ def tokens() -> list[str]:
 @pytest.fixture(scope="module")
 def large(tokens):
     """A partition of many samples in mid-stream; each request below is one that its kind of client repeats."""
-    plane = ControlPlane(PlaneConfig())
+    plane = new_plane()
     put(plane, ROWS, "x")
     put(plane, 100, "x")  # the table has room now: growing costs its size, once in a while
     publish(plane, [ROWS - 1], "y")
@@ -110,8 +50,7 @@ def large(tokens):
         fetch(plane, 1, task=task, names=("x", "z"))
         fetch(plane, 2, task=task, names=("x", "y"))
     fetch(plane, 1, task="filtered", where="v == 1 or not exists(w)")
-    while plane.next_deadline() == -math.inf:
-        plane.expire(0.0)
+    rest(plane)
     fetch(plane, 1, task="finite", names=("x", "z"))
     batch(plane, ROWS, task="finite")
     batch(plane, 100, task="finite")
@@ -122,12 +61,6 @@ def large(tokens):
     park(plane, 2, task="parked", names=("x", "y"))
     watch(plane)
     return plane
-
-
-def cost(action: Any) -> int:
-    Watched.elements = 0
-    action()
-    return Watched.elements
 
 
 REQUESTS = {
@@ -169,7 +102,7 @@ def test_a_request_looks_at_few_rows_however_many_there_are(large, kind):
 
 @pytest.mark.parametrize("per_put", [1, 2, 4, 1000])
 def test_a_reward_that_completes_no_round_looks_at_few_rows(per_put):
-    plane = ControlPlane(PlaneConfig())
+    plane = new_plane()
     for _ in range(4000 // per_put):
         put(plane, per_put)
     grpo(plane, 4)
@@ -188,9 +121,8 @@ class Never(BaseSampler):
 
 
 def test_what_is_ready_is_listed_once_per_change_for_a_sampler_that_sees_it_all():
-    plane = ControlPlane(PlaneConfig())
+    plane = new_plane(sampler=Never())
     put(plane, ROWS, "x")
-    plane.state.tasks.add(Task("train", Never()))
     park(plane, 1, names=("x",))
     watch(plane)
     assert cost(lambda: publish(plane, [5], "y")) < MOST
@@ -207,7 +139,7 @@ def test_the_count_notices_a_scan(large):
 
 
 def test_a_preallocated_partition_finds_its_free_rows_without_looking_at_all_of_them():
-    plane = ControlPlane(PlaneConfig(preallocate=ROWS))
+    plane = new_plane(preallocate=ROWS)
     put(plane, ROWS // 2)
     watch(plane)
     taken = []

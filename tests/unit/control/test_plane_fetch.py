@@ -417,3 +417,30 @@ def test_rows_that_a_reader_has_had_may_be_cleared_when_it_asks_for_the_rest(pla
     rest = fetch(plane, 4, 0, 0, skip=2)
     assert (indexes(rest), rest.batch_index, rest.padding) == ([5, 6], 0, None)
     assert whole.padding == bytes([0, 0, 0, 1])
+
+
+# ---- what is settled ----
+
+
+def test_an_ack_settles_the_earlier_batches_of_its_rank_when_told_to(plane):
+    put(plane, 8)
+    keys = [(0, 0), (0, 1), (1, 0), (0, 2)]
+    tokens = {key: fetch(plane, 1, *key).token for key in keys}
+    assert ack(plane, tokens[0, 1], earlier=True) == 2
+    assert ack(plane, tokens[0, 0], earlier=True) == 0, "it comes late"
+    replies = [fetch(plane, 1, *key) for key in keys]
+    assert [isinstance(reply, p.Batch) for reply in replies] == [False, False, True, True]
+    refused(replies[0], "InvalidRequestError", "settled")
+
+
+def test_statistics_say_from_where_on_no_rank_has_settled_a_batch(plane):
+    def settled():
+        return ask(plane, ACTOR, p.GetStats).value["partitions"]["p"]["tasks"]["train"]["settled"]
+
+    put(plane, 12)
+    tokens = {(rank, at): fetch(plane, 1, rank, at).token for at in range(3) for rank in range(2)}
+    assert settled() == 0
+    ack(plane, tokens[0, 0], tokens[0, 1], tokens[1, 0])
+    assert settled() == 2
+    ack(plane, *tokens.values())
+    assert settled() == 3

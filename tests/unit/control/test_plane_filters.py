@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from typing import Any
 
 import pytest
@@ -19,6 +17,7 @@ from control_kit import (
     clear,
     fetch,
     indexes,
+    load,
     not_ready,
     park,
     publish,
@@ -26,28 +25,19 @@ from control_kit import (
     refused,
     register,
     reserve,
+    save,
     seal,
     send,
+    short_turns,
+    turns,
 )
 
 from transfer_queue import protocol as p
-from transfer_queue.calls import Turn
-from transfer_queue.control import filtered
-from transfer_queue.control.plane import ControlPlane
-from transfer_queue.control.snapshot import Snapshot
-from transfer_queue.control.state import PlaneConfig
 
 MATH, CODE = "env == 'math'", "env == 'code'"
 
 
-@pytest.fixture
-def plane():
-    plane = ControlPlane(PlaneConfig())
-    yield plane
-    plane.check_invariants()
-
-
-def put_tagged(plane: ControlPlane, *envs: str | None, names: tuple[str, ...] = ("x",)) -> list[int]:
+def put_tagged(plane: Any, *envs: str | None, names: tuple[str, ...] = ("x",)) -> list[int]:
     """One sample per environment; None: without tags."""
     samples = reserve(plane, len(envs))
     tags = {index: {"env": env} for index, env in zip(samples, envs, strict=True) if env is not None}
@@ -55,7 +45,7 @@ def put_tagged(plane: ControlPlane, *envs: str | None, names: tuple[str, ...] = 
     return samples
 
 
-def retag(plane: ControlPlane, **tags: Any) -> Any:
+def retag(plane: Any, **tags: Any) -> Any:
     """``_3={"env": "math"}`` replaces the tags of sample 3."""
     return send(plane, ROLLOUT, p.SetTags, {"p": {int(name[1:]): own for name, own in tags.items()}})
 
@@ -84,7 +74,7 @@ def test_each_task_has_its_own_share_of_what_matches(plane):
 def test_a_mistake_in_a_filter_is_refused_and_takes_nothing(plane):
     put_tagged(plane, "math")
     refused(fetch(plane, 1, where="env = 'math'"), "InvalidRequestError", "at character 5", "found \"= 'math'\"")
-    assert "train" not in plane.state.partitions["p"].consumers
+    assert ask(plane, ACTOR, p.GetStats).value["partitions"]["p"]["tasks"] == {}
     assert batch(plane, 1) == [0]
 
 
@@ -263,13 +253,12 @@ def test_a_finite_stream_ends_when_it_has_consumed_what_matches(plane):
     assert ended(fetch(plane, 1, 0, 1, where=MATH, finite=True)) == ("consumed", 0)
 
 
-def test_ends_of_filters_are_saved(plane):
+def test_ends_of_filters_are_saved(plane, make_plane):
     put_tagged(plane, "code")
     seal(plane)
     assert ended(fetch(plane, 1, where=MATH)) == ("sealed", 0)
-    saved, restored = Snapshot(plane.state, 0.0).part(0), ControlPlane(PlaneConfig())
-    reply = ask(restored, ACTOR, p.Restore, saved)
-    assert isinstance(reply, p.Cleared), reply
+    restored = make_plane()
+    assert isinstance(load(restored, save(plane)), p.Cleared)
     retag(restored, _0={"env": "math"})
     assert ended(fetch(restored, 1, where=MATH)) == ("sealed", 0)
     assert batch(restored, 1, where="exists(env)") == [0]
@@ -277,25 +266,23 @@ def test_ends_of_filters_are_saved(plane):
 
 # ---- comparing a little at a time ----
 
-MANY = 50 * filtered._PIECE
+MANY = 12_800
+"""Many times as many as are compared between two looks at the time."""
 
 
 @pytest.fixture
 def many(plane):
     """Of many samples only the last one matches."""
-    plane.calls.turn = Turn(itertools.count(step=5e-4).__next__)
+    short_turns(plane, 8)
     put(plane, MANY - 1)
     put_tagged(plane, "math")
     return plane
 
 
-def finish(plane: ControlPlane, now: float = 1.0) -> tuple[int, list[Any]]:
+def finish(plane: Any, now: float = 1.0) -> tuple[int, list[Any]]:
     """How many turns it takes until there is nothing to compare, and the replies."""
-    turns, replies = 0, []
-    while plane.next_deadline() == -math.inf:
-        replies += plane.expire(now)
-        turns += 1
-    return turns, replies
+    found = turns(plane, now)
+    return len(found), [reply for turn in found for reply in turn]
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 1.0, 50.0])
@@ -313,22 +300,13 @@ def test_a_fetch_that_does_not_wait_is_told_not_yet_after_all_is_compared(many):
     assert (turns >= 3, not_ready(reply.reply)[:2]) == (True, (2, 1))
 
 
-def test_a_sample_is_compared_once_and_again_when_its_tags_change(many, monkeypatch):
+def test_a_sample_is_compared_once_and_again_when_its_tags_change(many):
     fetch(many, 2, where=MATH)
     finish(many)
-    compared = []
-    matching = filtered.FilteredSet._matching
-
-    def counting(self, packed):
-        compared.append(len(packed))
-        return matching(self, packed)
-
-    monkeypatch.setattr(filtered.FilteredSet, "_matching", counting)
-    park(many, 2, where=MATH)
-    assert compared == []
-    retag(many, _5={"env": "code"})
+    assert not_ready(fetch(many, 2, where=MATH))[:2] == (2, 1), "at once: nothing is left to compare"
+    retag(many, _5={"env": "math"})
     publish(many, reserve(many, 1))
-    assert compared == [1, 1]
+    assert batch(many, 2, where=MATH) == [5, MANY - 1]
 
 
 def test_dead_producers_do_not_fail_a_fetch_before_all_is_compared(many):

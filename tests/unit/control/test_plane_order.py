@@ -10,6 +10,7 @@ from control_kit import (
     batches,
     fetch,
     indexes,
+    new_plane,
     park,
     publish,
     put,
@@ -22,8 +23,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transfer_queue import protocol as p
-from transfer_queue.control.plane import ControlPlane
-from transfer_queue.control.state import PlaneConfig
 
 
 def test_a_batch_asked_for_first_leaves_the_samples_of_the_earlier_ones(plane):
@@ -86,7 +85,7 @@ def test_in_lockstep_the_earlier_rounds_are_drawn_for_all_ranks(plane):
 @settings(max_examples=60, deadline=None, print_blob=True)
 def test_however_readers_and_puts_interleave_batch_b_is_the_b_th_of_the_samples(asks, sizes):
     order, early = asks
-    plane = ControlPlane(PlaneConfig())
+    plane = new_plane()
     answers = []
 
     def ask(index):

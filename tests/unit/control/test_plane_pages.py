@@ -26,9 +26,8 @@ from control_kit import (
 )
 
 from transfer_queue import protocol as p
-from transfer_queue.calls import PAGE as MOST_OF_A_PAGE
-from transfer_queue.control.plane import To
-from transfer_queue.control.queries import _OF_ARRAYS as MOST_STATUS
+
+MOST_OF_A_PAGE, MOST_STATUS = 5_000, 200_000
 
 # ---- pages ----
 
@@ -129,7 +128,7 @@ def test_a_forgotten_task_holds_no_samples(make_plane):
     park(plane, 1, 0, 1, task="mispelt", names=("y",), client=CRITIC)
     register(plane, "mispelt", tail="pad")
     own, told = send(plane, ACTOR, p.ForgetTask, "mispelt")
-    assert (own.reply.value, told) == (1, To(CRITIC, p.Ended(told.reply.id, "cleared")))
+    assert (own.reply.value, told) == (1, (CRITIC, p.Ended(told.reply.id, "cleared")))
     assert ask(plane, ACTOR, p.ForgetTask, "mispelt").value == 0
     assert list(plane.state.tasks) == []
     assert not [name for name in plane.state.partitions["p"].table._columns if "mispelt" in name]

@@ -13,6 +13,7 @@ from control_kit import (
     batches,
     fetch,
     fields,
+    new_plane,
     park,
     publish,
     put,
@@ -25,8 +26,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transfer_queue import protocol as p
-from transfer_queue.calls import Call, Calls
-from transfer_queue.control.producers import Producers
 
 
 def grace(make_plane, seconds=5.0):
@@ -219,7 +218,7 @@ def test_what_is_known_of_fields_does_not_grow_with_sessions_that_leave(make_pla
     for i in range(50):
         put(plane, 1, f"field {i}", client=f"client {i}")
         plane.client_gone(f"client {i}", now=0.0, died=False)
-    assert plane.state.producers._fields == {}
+    assert ask(plane, ACTOR, p.GetStats).value["producers"] == {}
 
 
 SESSIONS, FIELDS = ("anna", "bert", "carl"), ("x", "y")
@@ -233,19 +232,28 @@ STEP = st.one_of(
 @settings(max_examples=200, deadline=None, print_blob=True)
 @given(st.lists(STEP, max_size=30))
 def test_producers_are_lost_when_none_is_left_and_the_last_one_to_end_died_longer_ago_than_the_grace_time(steps):
-    calls, model, now, looked = Calls(), ProducersModel(), 0.0, []
-    producers = Producers(calls, 5.0, lambda: looked.append(now))
+    plane, model, now, waiting = new_plane(producer_grace_s=5.0), ProducersModel(), 0.0, set()
     for kind, who, what in steps:
-        before = [name for name in FIELDS if model.lost([name], now, 5.0)]
+        for name in sorted({*FIELDS} - waiting - {name for name in FIELDS if model.lost([name], now, 5.0)}):
+            park(plane, 1, partition="nowhere", names=(name,), client=name, wait_s=1e6, now=now)
+            waiting.add(name)
+        told = []
         if kind == "time":
             now += who
         elif kind == "gone":
-            calls.client_gone(who, now, what)
+            told = plane.client_gone(who, now, what)
             model.gone(who, what, now)
+        elif kind == "announced":
+            ask(plane, who, p.Reserve, "q", 1, fields(what), now=now)
+            model.announced(who, [what])
         else:
-            getattr(producers, kind)(Call(who, p.ListPartitions(1)), [what])
-            getattr(model, kind)(who, [what])
-        calls.expire(now)
-        lost = [name for name in FIELDS if model.lost([name], now, 5.0)]
-        assert [name for name in FIELDS if producers.missing([name], now)] == lost
-        assert set(lost) <= set(before) or now in looked, "and waiting fetches are examined"
+            put(plane, 1, what, client=who, now=now)
+            model.published(who, [what])
+        told += plane.expire(now)
+        lost = {name for name in FIELDS if model.lost([name], now, 5.0)}
+        assert sorted(to.client for to in told) == sorted(lost & waiting), "those who wait are told"
+        for to in told:
+            refused(to.reply, "ProducersGoneError", f"field {to.client!r}")
+        waiting -= lost
+        now_lost = [fetch(plane, 1, partition="nowhere", names=(name,), now=now) for name in FIELDS]
+        assert [isinstance(reply, p.Failed) for reply in now_lost] == [name in lost for name in FIELDS]

@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from control_kit import (
     ACTOR,
     CRITIC,
-    ROLLOUT,
     ask,
     batch,
     batches,
-    chores,
     clear,
     fetch,
     grpo,
@@ -27,8 +27,6 @@ from control_kit import (
 )
 
 from transfer_queue import protocol as p
-from transfer_queue.calls import Call, Holding
-from transfer_queue.control.draw import Task, running
 from transfer_queue.sampler import BaseSampler, SequentialSampler
 
 
@@ -192,6 +190,14 @@ def test_the_older_call_form_gives_all_replicas_of_a_group_the_same_batches(plan
 # ---- anybody's code ----
 
 
+def plane_of(make_plane, sampler, **config):
+    """Tasks draw with this sampler; "other" and "plain" are first come, first served."""
+    plane = make_plane(sampler=sampler, **config)
+    for task in ("other", "plain"):
+        register(plane, task, sampler="SequentialSampler")
+    return plane
+
+
 class Own(BaseSampler):
     """Answers with whatever it was built with; a callable gets the ready indexes."""
 
@@ -222,21 +228,21 @@ class Own(BaseSampler):
         (lambda ready: {}["no"], ["Own failed: KeyError: 'no'"]),
     ],
 )
-def test_a_sampler_that_answers_nonsense_is_an_error_for_who_asked_and_consumes_nothing(plane, answer, parts):
+def test_a_sampler_that_answers_nonsense_is_an_error_for_who_asked_and_consumes_nothing(make_plane, answer, parts):
+    plane = plane_of(make_plane, Own(answer))
     put(plane, 2)
     reserve(plane, 1)
-    plane.state.tasks.add(Task("train", Own(answer)))
     refused(fetch(plane, 1, 0, 0, wait_s=9.0), "SamplerError", *parts)
     assert list(ask(plane, ACTOR, p.ConsumptionStatus, "p", "train").status) == [0, 0]
     assert (plane.next_deadline(), batch(plane, 2, task="other")) == (None, [0, 1])
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit, RecursionError, MemoryError, AssertionError])
-def test_a_samplers_failure_answers_the_parked_fetch_and_the_publish_all_the_same(plane, error):
+def test_a_samplers_failure_answers_the_parked_fetch_and_the_publish_all_the_same(make_plane, error):
     def fail(ready):
         raise error("on purpose")
 
-    plane.state.tasks.add(Task("train", Own(fail)))
+    plane = plane_of(make_plane, Own(fail))
     park(plane, 2)
     park(plane, 2, task="other", client=CRITIC)
     own, *others = publish(plane, reserve(plane, 2))
@@ -246,29 +252,26 @@ def test_a_samplers_failure_answers_the_parked_fetch_and_the_publish_all_the_sam
     refused(failed, "SamplerError", f"Own failed: {error.__name__}: on purpose")
 
 
-def test_the_plane_tells_which_sampler_runs_and_for_which_task(plane):
-    seen = []
-    plane.state.tasks.add(Task("train", Own(lambda ready: seen.append(running()) or ([0], [0]))))
-    put(plane, 1)
-    batch(plane, 1)
-    assert (seen, running()) == (["Own of task 'train'"], None)
-
-
 class Broken(SequentialSampler):
-    """Its number of ranks can't be told."""
+    """From some moment on its number of ranks can't be told."""
+
+    broken = False
 
     @property
     def dp_size(self):
-        raise SystemExit("no")
+        if self.broken:
+            raise SystemExit("no")
 
     def __deepcopy__(self, memo):
         raise SystemExit("no copies")
 
 
-def test_a_sampler_whose_number_of_ranks_cannot_be_told_is_an_error_for_its_task_alone(plane):
+def test_a_sampler_whose_number_of_ranks_cannot_be_told_is_an_error_for_its_task_alone(make_plane):
+    sampler = Broken()
+    plane = plane_of(make_plane, sampler)
     park(plane, 1)
     park(plane, 1, task="other", client=CRITIC)
-    plane.state.tasks._tasks["train"] = Task("train", Broken())
+    sampler.broken = True
     _, *others = publish(plane, reserve(plane, 1))
     assert batches(others) == [(CRITIC, [0])]
     (failed,) = [to.reply for to in others if isinstance(to.reply, p.Failed)]
@@ -279,10 +282,16 @@ def test_a_sampler_whose_number_of_ranks_cannot_be_told_is_an_error_for_its_task
     refused(ask(plane, ACTOR, p.Restore, state, 10), "SamplerError", "no copies")
 
 
-def test_a_bug_of_ours_in_one_parked_request_loses_no_answer_of_others(plane):
+class Two(SequentialSampler):
+    dp_size = None
+
+
+def test_a_bug_of_ours_in_one_parked_request_loses_no_answer_of_others(make_plane):
+    sampler = Two()
+    plane = plane_of(make_plane, sampler)
     park(plane, 1, names=("x",))
     park(plane, 1, task="other", client=CRITIC)
-    plane.state.tasks._tasks["train"] = Task("train", SequentialSampler(), dp_size="two")
+    sampler.dp_size = "two"  # nobody checks this number as one of a registered task is checked
     own, *others = publish(plane, reserve(plane, 1))
     assert batches(others) == [(CRITIC, [0])]
     (failed,) = [to.reply for to in others if isinstance(to.reply, p.Failed)]
@@ -293,45 +302,45 @@ def test_a_bug_of_ours_in_one_parked_request_loses_no_answer_of_others(plane):
 @pytest.mark.parametrize(
     ("method", "samples"), [("check", 2), ("samples_needed", 2), ("has_cached_result", 1), ("forget", 2), ("tail", 1)]
 )
-def test_any_method_of_a_sampler_may_fail_and_every_fetch_is_answered(plane, method, samples):
+def test_any_method_of_a_sampler_may_fail_and_every_fetch_is_answered(make_plane, method, samples):
     def fail(*args, **kwargs):
         raise LookupError(method)
 
     sampler = Own(([0, 1], [0, 1]))
     setattr(sampler, method, fail)
-    plane.state.tasks.add(Task("train", sampler))
+    plane = plane_of(make_plane, sampler)
     put(plane, samples)
     seal(plane)
     refused(fetch(plane, 2), "SamplerError", "Own failed: LookupError", method)
 
 
 @pytest.mark.parametrize("method", ["check", "samples_needed", "round"])
-def test_a_sampler_of_ours_may_fail_and_every_fetch_is_answered(plane, method):
+def test_a_sampler_of_ours_may_fail_and_every_fetch_is_answered(make_plane, method):
     sampler = SequentialSampler()
     setattr(sampler, method, lambda *args: {}[method])
-    plane.state.tasks.add(Task("train", sampler))
+    plane = plane_of(make_plane, sampler)
     put(plane, 2)
     refused(fetch(plane, 2), "SamplerError", "SequentialSampler failed: KeyError", method)
 
 
-def test_a_partition_is_not_cleared_when_a_sampler_cannot_forget_it(plane):
-    put(plane, 1)
+def test_a_partition_is_not_cleared_when_a_sampler_cannot_forget_it(make_plane):
     sampler = Own(([], []))
     sampler.clear_cache = lambda partition_id: 1 // 0
-    plane.state.tasks.add(Task("train", sampler))
+    plane = plane_of(make_plane, sampler)
+    put(plane, 1)
     refused(ask(plane, ACTOR, p.ClearPartition, "p"), "SamplerError", "Own failed: ZeroDivisionError")
     assert batch(plane, 1, task="other") == [0]
 
 
-def test_a_users_sampler_gets_a_list_and_only_the_arguments_it_names(plane):
+def test_a_users_sampler_gets_a_list_and_only_the_arguments_it_names(make_plane):
     sampler = Own(([0], [0]))
-    plane.state.tasks.add(Task("train", sampler))
+    plane = plane_of(make_plane, sampler)
     put(plane, 3)
     assert batch(plane, 1, 0, 0, sampler_args={"temperature": 1}) == [0]
     assert [(type(offered), offered) for offered in sampler.offered] == [(list, [0, 1, 2])]
 
 
-def test_a_users_sampler_may_change_its_list_and_gets_a_new_one_at_the_next_try(plane):
+def test_a_users_sampler_may_change_its_list_and_gets_a_new_one_at_the_next_try(make_plane):
     offered = []
 
     def spoil(ready):
@@ -339,7 +348,7 @@ def test_a_users_sampler_may_change_its_list_and_gets_a_new_one_at_the_next_try(
         ready.clear()
         return [], []
 
-    plane.state.tasks.add(Task("train", Own(spoil)))
+    plane = plane_of(make_plane, Own(spoil))
     put(plane, 3)
     for _ in range(2):
         fetch(plane, 1)
@@ -348,37 +357,37 @@ def test_a_users_sampler_may_change_its_list_and_gets_a_new_one_at_the_next_try(
     assert offered == [[0, 1, 2], [0, 1, 2], [0, 1, 2, 3]]
 
 
-def test_a_users_sampler_gets_the_callers_arguments_and_what_the_plane_knows(plane):
+def test_a_users_sampler_gets_the_callers_arguments_and_what_the_plane_knows(make_plane):
     class Curious(BaseSampler):
         def sample(self, ready_indexes, batch_size, temperature=None, partition=None, **kwargs):
             self.seen = (temperature, partition.get_custom_meta([0, 1]), partition.put_positions([1]), kwargs)
             return ready_indexes[:batch_size], ready_indexes[:batch_size]
 
     sampler = Curious()
-    plane.state.tasks.add(Task("train", sampler))
+    plane = plane_of(make_plane, sampler)
     put(plane, 2, lengths=[5])
     batch(plane, 1, 0, 3, sampler_args={"temperature": 2, "task_name": "forged"})
     known = {"task_name": "train", "partition_id": "p", "dp_size": None, "dp_rank": 0, "batch_index": 3}
     assert sampler.seen == (2, {0: {"total_lengths": 5}, 1: {}}, [(1, 2)], known)
 
 
-def test_sampling_with_replacement_consumes_nothing_and_batches_keep_their_answer(plane):
-    plane.state.tasks.add(Task("train", Own(([1, 1], []))))
+def test_sampling_with_replacement_consumes_nothing_and_batches_keep_their_answer(make_plane):
+    plane = plane_of(make_plane, Own(([1, 1], [])))
     put(plane, 2)
     assert [batch(plane, 2, 0, i) for i in (0, 1, 0)] == [[1, 1]] * 3
     assert list(ask(plane, ACTOR, p.ConsumptionStatus, "p", "train").status) == [0, 0]
 
 
-def test_a_sampler_may_consume_more_than_it_gives_and_each_sample_once(plane):
-    plane.state.tasks.add(Task("train", Own(([0], [0, 1, 1, 99]))))
+def test_a_sampler_may_consume_more_than_it_gives_and_each_sample_once(make_plane):
+    plane = plane_of(make_plane, Own(([0], [0, 1, 1, 99])))
     put(plane, 3)
     batch(plane, 1, 0, 0)
     assert list(ask(plane, ACTOR, p.ConsumptionStatus, "p", "train").status) == [1, 1, 0]
 
 
-def test_a_round_that_fails_for_one_rank_exists_for_none(plane):
+def test_a_round_that_fails_for_one_rank_exists_for_none(make_plane):
     answers = iter([([0], [0]), ([], []), ([0], [0]), ([1], [1])])
-    plane.state.tasks.add(Task("train", Own(lambda ready: next(answers))))
+    plane = plane_of(make_plane, Own(lambda ready: next(answers)))
     register(plane, dp_size=2)
     put(plane, 2)
     park(plane, 1, 0, 0)
@@ -387,9 +396,20 @@ def test_a_round_that_fails_for_one_rank_exists_for_none(plane):
     assert batch(plane, 1, 1, 0) == [1]
 
 
-def test_ranks_of_a_round_are_offered_only_what_the_ranks_before_them_left(plane):
+def test_what_a_round_took_that_failed_is_offered_again(make_plane):
+    works = iter([True, False, True, True])
+    sampler = Own(lambda ready: (ready[:1], ready[:1]) if next(works) else ([], []))
+    plane = plane_of(make_plane, sampler)
+    register(plane, dp_size=2)
+    put(plane, 2)
+    assert isinstance(fetch(plane, 1, 0, 0), p.NotReady)
+    assert [batch(plane, 1, rank, 0) for rank in range(2)] == [[0], [1]]
+    assert sampler.offered == [[0, 1], [1], [0, 1], [1]]
+
+
+def test_ranks_of_a_round_are_offered_only_what_the_ranks_before_them_left(make_plane):
     sampler = Own(lambda ready: (ready[-1:], ready[-1:]))
-    plane.state.tasks.add(Task("train", sampler))
+    plane = plane_of(make_plane, sampler)
     register(plane, dp_size=3)
     put(plane, 3)
     assert batch(plane, 1, 0, 0) == [2]
@@ -416,33 +436,20 @@ class Counting(BaseSampler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = 0
+        self.calls = Counter()
 
-    def sample(self, ready_indexes, batch_size, *args, **kwargs):
-        self.calls += 1
+    def sample(self, ready_indexes, batch_size, *args, task_name, **kwargs):
+        self.calls[task_name] += 1
         return [], []
 
 
-def test_a_poll_asks_the_sampler_once_and_leaves_those_who_wait_alone(plane):
+def test_a_poll_asks_the_sampler_once_and_leaves_those_who_wait_alone(make_plane):
+    sampler = Counting()
+    plane = plane_of(make_plane, sampler)
     put(plane, 4)
-    polled, waiting = Counting(), Counting()
-    plane.state.tasks.add(Task("polled", polled))
-    plane.state.tasks.add(Task("waiting", waiting))
     park(plane, 2, task="waiting")
     assert not_ready(fetch(plane, 2, task="polled")) == (2, 4, 4, {})
-    assert (polled.calls, waiting.calls) == (1, 1)
+    assert sampler.calls == {"polled": 1, "waiting": 1}
     batch(plane, 2, task="plain")
     park(plane, 2, 0, 1, task="waiting")
-    assert waiting.calls == 2  # the one that came now, and it is first: the other names no batch
-
-
-def test_a_call_that_can_not_be_undone_leaves_no_other_one_of_its_session_behind(plane):
-    class Broken(Holding):
-        def undo(self) -> bool:
-            raise ValueError("broken")
-
-    assert reserve(plane, 2) == [0, 1]
-    plane.calls.hold(Call(ROLLOUT, p.Publish(10**6, "p", b"", {})), Broken())
-    plane.client_gone(ROLLOUT, 0.0)
-    assert (chores(plane), plane.calls.clients()) == ([0, 1], [])
-    assert [str(fault) for fault in plane.calls.faults] == ["broken"]
+    assert sampler.calls["waiting"] == 2  # the one that came now, and it is first: the other names no batch

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from control_kit import ACTOR, ack, batch, fetch, indexes, put, register, send
-from test_snapshot import load, save
+from control_kit import ACTOR, ack, batch, fetch, indexes, load, put, register, save, send
 
 from transfer_queue import protocol as p
 

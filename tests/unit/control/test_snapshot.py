@@ -14,6 +14,7 @@ from control_kit import (
     FLOAT,
     INT,
     ROLLOUT,
+    SAVER,
     ack,
     ask,
     batch,
@@ -21,14 +22,18 @@ from control_kit import (
     cancel,
     chores,
     clear,
+    corrupted,
     fetch,
     indexes,
+    load,
+    new_plane,
     park,
     publish,
     put,
     refused,
     register,
     reserve,
+    save,
     seal,
     send,
 )
@@ -38,40 +43,12 @@ from hypothesis.stateful import rule
 from test_plane_machine import HEALTH, PlaneMachine
 
 from transfer_queue import protocol as p
-from transfer_queue.control.plane import ControlPlane
-from transfer_queue.control.saved import SavedQueue
-from transfer_queue.control.state import PlaneConfig
-from transfer_queue.sampler.base import BaseSampler
-from transfer_queue.sampler.rank_aware_sampler import RankAwareSampler
-
-SAVER = "saver"
+from transfer_queue.sampler import BaseSampler, RankAwareSampler
 
 
-def save(plane: ControlPlane, now: float = 0.0) -> bytes:
-    frozen = ask(plane, SAVER, p.Freeze, now=now)
-    assert isinstance(frozen, p.Frozen), frozen
-    assert frozen.num_parts == 1, "a small state is one slice"
-    assert indexes(ask(plane, SAVER, p.Thaw, frozen.id)) == []
-    return frozen.state
-
-
-def load(plane: ControlPlane, state: bytes, now: float = 0.0) -> Any:
-    """The reply to Restore, after the indexes were staged as a client does it."""
-    return ask(plane, SAVER, p.Restore, state, stage(plane, state, now), now=now)
-
-
-def stage(plane: ControlPlane, state: bytes, now: float = 0.0) -> int:
-    """How much greater the samples' indexes will be."""
-    saved = msgspec.msgpack.decode(state, type=SavedQueue)
-    packed = b"".join(each.index for each in saved.partitions)
-    shift: int = ask(plane, SAVER, p.Stage, packed, now=now).value
-    return shift
-
-
-def lasting(state: bytes) -> SavedQueue:
+def lasting(state: bytes) -> dict[str, Any]:
     """What is saved, but for how often something was made or restored."""
-    saved = msgspec.msgpack.decode(state, type=SavedQueue)
-    return msgspec.structs.replace(saved, incarnations=0, next_lease=1)
+    return msgspec.msgpack.decode(state) | {"incarnations": 0, "next_lease": 1}
 
 
 class RestoredMachine(PlaneMachine):
@@ -82,7 +59,7 @@ class RestoredMachine(PlaneMachine):
         for client in CLIENTS:
             self.client_gone(client, died=False)
         state = self.frozen()
-        self.plane = ControlPlane(PlaneConfig(capacity=self.capacity, producer_grace_s=GRACE_S))
+        self.plane = new_plane(capacity=self.capacity, producer_grace_s=GRACE_S)
         (answer,) = self.plane.handle("anna", p.Restore(1, state), self.now)
         assert answer.reply == p.Cleared(1, b"")
         self.plane.check_invariants()
@@ -254,7 +231,7 @@ def test_a_waiting_fetch_is_answered_by_the_restore_that_decides_it(plane, make_
     park(other, 2, 0, 0, partition="q", client=CRITIC)
     state = save(plane)
     assert batches(other.handle(SAVER, p.Restore(1, state), 0.0)) == [(ACTOR, [0, 1])]
-    assert other.state.waits.count == 1
+    assert len(ask(other, CRITIC, p.GetStats).value["waiting"]) == 1
 
 
 def test_a_writer_that_reserved_before_the_restore_is_refused_and_its_values_are_dropped(plane, make_plane):
@@ -317,12 +294,6 @@ def test_indexes_that_no_queue_hands_out_are_not_staged(plane, wrong):
     assert put(plane, 1) == [0]
 
 
-def corrupted(state: bytes, change: Any) -> bytes:
-    plain = msgspec.msgpack.decode(state)
-    change(plain)
-    return msgspec.msgpack.encode(plain)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -361,7 +332,7 @@ def test_bytes_that_are_no_state_are_refused(plane):
 
 
 def everything_saved() -> bytes:
-    plane = ControlPlane(PlaneConfig(sampler=RankAwareSampler(), preallocate=4))
+    plane = new_plane(sampler=RankAwareSampler(), preallocate=4)
     register(plane, sampler="SequentialSampler", dp_size=2, tail="pad")
     samples = put(plane, 9, "x", "y", lengths=[1, 2, 3])
     shapes = p.FieldSpec("int64", None, True, False, bytes(8))
@@ -384,7 +355,7 @@ def test_a_damaged_state_is_refused_or_holds_together(data):
     bad = bytearray(STATE)
     for _ in range(data.draw(st.integers(1, 3))):
         bad[data.draw(st.integers(0, len(bad) - 1))] = data.draw(st.integers(0, 255))
-    other = ControlPlane(PlaneConfig(sampler=RankAwareSampler(), preallocate=4))
+    other = new_plane(sampler=RankAwareSampler(), preallocate=4)
     put(other, 2, partition="before")
     reply = ask(other, SAVER, p.Restore, bytes(bad[: data.draw(st.sampled_from([len(bad), len(bad) // 2]))]), 100)
     assert isinstance(reply, (p.Cleared, p.Failed))

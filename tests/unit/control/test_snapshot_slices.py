@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import msgspec
@@ -12,67 +11,55 @@ from control_kit import (
     ACTOR,
     INT,
     ROLLOUT,
-    ack,
+    SAVER,
     ask,
     batch,
     cancel,
     chores,
     clear,
     clear_consumed,
-    fetch,
     indexes,
+    new_plane,
     put,
     refused,
     register,
     reserve,
+    rest,
     seal,
     send,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_copies import read
+from slices_kit import parts_of, recut, rest_of, restore_parts, small_slices, whole
 
 from transfer_queue import protocol as p
-from transfer_queue.control import snapshot
-from transfer_queue.control import state as control_state
-from transfer_queue.control.plane import ControlPlane
-from transfer_queue.control.restoring import recut
-from transfer_queue.control.saved import SavedQueue, decode
-from transfer_queue.control.snapshot import Snapshot
-from transfer_queue.control.state import PlaneConfig
-from transfer_queue.errors import CheckpointError
 
-SAVER = "saver"
 PARTITIONS = ["p", "q"]
 KEYS = [f"key {number}" for number in range(12)]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_slices() -> Any:
-    """Slices of four rows and two batches, so that small queues have many."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshot, "ROWS", 4)
-        patch.setattr(snapshot, "BATCHES", 2)
-        patch.setattr(snapshot, "_PARTITION", 1)
+def in_small_slices():
+    with small_slices():
         yield
 
 
-def parts_of(plane: ControlPlane) -> list[bytes]:
-    """The whole state as it is now, in slices."""
-    return read(Snapshot(plane.state, 0.0))
+def sections(parts: list[bytes]) -> list[dict[str, Any]]:
+    return [section for part in parts for section in msgspec.msgpack.decode(part)["partitions"]]
 
 
-def at_once(plane: ControlPlane) -> list[SavedQueue]:
-    return list(map(decode, parts_of(plane)))
+def lasting(part: bytes) -> dict[str, Any]:
+    return msgspec.msgpack.decode(part) | {"incarnations": 0}
 
 
 class Clients:
     """Draws something that clients do."""
 
-    def __init__(self, plane: ControlPlane, data: st.DataObject) -> None:
+    def __init__(self, plane: Any, data: st.DataObject) -> None:
         self.plane, self.draw = plane, data.draw
         self.unit = self.join()
         self.calls: list[int] = []
+        self.tokens: list[tuple[str, str, str]] = []
         self.reserved: list[tuple[str, p.Reserved]] = []
         self.verbs = [
             self.put, self.put_by_key, self.tag, self.clear, self.clear_partition, self.fetch, self.ack, self.ragged,
@@ -83,8 +70,7 @@ class Clients:
     def act(self, most: int, least: int = 0) -> None:
         for _ in range(self.draw(st.integers(least, most))):
             self.draw(st.sampled_from(self.verbs))(self.draw(st.sampled_from(PARTITIONS)))
-            while self.plane.next_deadline() == -math.inf:
-                self.plane.expire(0.0)
+            rest(self.plane)
 
     def some(self) -> list[int]:
         return self.draw(st.lists(st.integers(0, 40), max_size=6, unique=True))
@@ -135,6 +121,8 @@ class Clients:
     def call(self, client: str, verb: Any, *args: Any, **kwargs: Any) -> Any:
         reply = ask(self.plane, client, verb, *args, **kwargs)
         self.calls.append(reply.id)
+        if isinstance(reply, p.Batch):
+            self.tokens.append((*args[:2], reply.token))
         return reply
 
     def cancel(self, name: str) -> None:
@@ -153,19 +141,16 @@ class Clients:
 
     def load(self, name: str) -> None:
         """The queue as it is, with other indexes."""
-        slices = at_once(self.plane)
-        packed = [each.index for saved in slices for each in saved.partitions]
-        shift = ask(self.plane, SAVER, p.Stage, b"".join(packed)).value
-        begun = restore_parts(self.plane, parts := [msgspec.msgpack.encode(each) for each in slices], shift)
+        parts = parts_of(self.plane)
+        shift = ask(self.plane, SAVER, p.Stage, b"".join(each["index"] for each in sections(parts))).value
+        begun = restore_parts(self.plane, parts, shift)
         assert isinstance(ask(self.plane, SAVER, p.Restore, parts[-1], shift, begun), p.Cleared)
 
     def ack(self, name: str) -> None:
-        for consumer in self.consumers(name):
-            ack(self.plane, *[token for _, token, _ in consumer.ledger.entries()][:2], partition=name)
-
-    def consumers(self, name: str) -> list[Any]:
-        partition = self.plane.state.partitions.get(name)
-        return [] if partition is None else list(partition.consumers.values())
+        """Some are of a partition that is gone, or of a batch that was given back."""
+        for partition, task, token in self.tokens[:2]:
+            ask(self.plane, ACTOR, p.Ack, partition, task, [token])
+        del self.tokens[:2]
 
     def ragged(self, name: str) -> None:
         """Samples get a field that has a shape for each, or are refused."""
@@ -200,38 +185,36 @@ class Clients:
 @settings(max_examples=120, deadline=None, print_blob=True)
 @given(data=st.data())
 def test_a_state_read_in_slices_is_that_of_its_moment_whatever_happens_between_them(data):
-    plane = ControlPlane(PlaneConfig(preallocate=data.draw(st.sampled_from([1, 6]))))
+    plane = new_plane(preallocate=data.draw(st.sampled_from([1, 6])))
     clients = Clients(plane, data)
     clients.act(12, least=2)
-    expected = at_once(plane)
+    expected = parts_of(plane)
     first = frozen = ask(plane, SAVER, p.Freeze)
     parts = [frozen.state]
     while len(parts) < frozen.num_parts:
         clients.act(4)
         frozen = ask(plane, SAVER, p.ReadFrozen, first.id, len(parts))
         parts.append(frozen.state)
-    assert list(map(decode, parts)) == expected
+    assert parts == expected
     ask(plane, SAVER, p.Thaw, first.id)
     plane.check_invariants()
 
 
 @pytest.mark.parametrize("how", ["some", "all", "the partition"])
-def test_keys_and_tags_of_samples_that_are_cleared_between_slices_are_still_told(plane, monkeypatch, how):
-    monkeypatch.setattr(control_state, "PIECE", 2)  # what is gone is freed in slices
+def test_keys_and_tags_of_samples_that_are_cleared_between_slices_are_still_told(plane, how):
     reply = ask(plane, ROLLOUT, p.ResolveKeys, "p", KEYS, True, True)
     samples = indexes(reply)
     tags = {index: {"v": index} for index in samples}
     send(plane, ROLLOUT, p.Publish, "p", reply.indexes, {"x": INT}, tags, completes=reply.id)
-    expected = at_once(plane)
+    expected = parts_of(plane)
     frozen = ask(plane, SAVER, p.Freeze)
     if how == "the partition":
         ask(plane, ACTOR, p.ClearPartition, "p")
     else:
         clear(plane, samples if how == "all" else samples[5:])
     assert plane.next_deadline() is None, "a freeze may still read what is gone"
-    assert [decode(frozen.state), *map(decode, rest(plane, frozen))] == expected
-    sections = [section for each in expected for section in each.partitions]
-    assert sum(len(each.tags) for each in sections) == sum(len(each.keys) for each in sections) == len(KEYS)
+    assert [frozen.state, *rest_of(plane, frozen)] == expected
+    assert [sum(len(each[what]) for each in sections(expected)) for what in ("tags", "keys")] == [len(KEYS)] * 2
     ask(plane, SAVER, p.Thaw, frozen.id)
     while plane.next_deadline() is not None:
         plane.expire(0.0)
@@ -240,43 +223,15 @@ def test_keys_and_tags_of_samples_that_are_cleared_between_slices_are_still_told
 @settings(max_examples=100, deadline=None, print_blob=True)
 @given(data=st.data(), saved_whole=st.booleans())
 def test_what_is_restored_in_slices_is_what_was_saved(data, saved_whole):
-    plane = ControlPlane(PlaneConfig(preallocate=data.draw(st.sampled_from([1, 6]))))
+    plane = new_plane(preallocate=data.draw(st.sampled_from([1, 6])))
     Clients(plane, data).act(15, least=2)
-    other = ControlPlane(PlaneConfig())
-    parts = [msgspec.msgpack.encode(each) for each in recut(whole(plane))] if saved_whole else parts_of(plane)
+    other = new_plane()
+    parts = recut(whole(plane)) if saved_whole else parts_of(plane)
     begun = restore_parts(other, parts)
     assert isinstance(ask(other, SAVER, p.Restore, parts[-1], 0, begun), p.Cleared)
     other.check_invariants()
-    if not any(each.missing_free for each in whole(plane).partitions):
+    if not any(each["missing_free"] for each in sections([whole(plane)])):
         assert lasting(whole(other)) == lasting(whole(plane))
-
-
-def lasting(saved: SavedQueue) -> SavedQueue:
-    return msgspec.structs.replace(saved, incarnations=0)
-
-
-def whole(plane: ControlPlane) -> SavedQueue:
-    """The state in one slice."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshot, "ROWS", 10**6)
-        patch.setattr(snapshot, "BATCHES", 10**6)
-        (state,) = at_once(plane)
-    return state
-
-
-def restore_parts(plane: ControlPlane, parts: list[bytes], shift: int = 0) -> int:
-    """All but the last one. Returns the number of the call that began it, 0 without any."""
-    begun = 0
-    for number, part in enumerate(parts[:-1]):
-        call = next(CALLS)
-        begun = begun or call
-        for _ in range(2):  # once more, as after a lost answer
-            (to,) = plane.handle(SAVER, p.RestorePart(call, begun, number, part, shift), 0.0)
-            assert to.reply == p.Done(call)
-    return begun
-
-
-CALLS = iter(range(10**6, 10**7))
 
 
 def test_a_restore_that_is_cancelled_or_whose_client_ends_leaves_the_queue_as_it_was(plane, make_plane):
@@ -284,14 +239,14 @@ def test_a_restore_that_is_cancelled_or_whose_client_ends_leaves_the_queue_as_it
     put(plane, 20)
     parts, other = parts_of(plane), make_plane()
     put(other, 2, partition="q")
-    before = at_once(other)
+    before = parts_of(other)
     begun = restore_parts(other, parts, 10)
     assert cancel(other, SAVER, p.Done(begun))[0] == "undone"
     refused(ask(other, SAVER, p.Restore, parts[-1], 10, begun), "CheckpointError", "no restore under way")
     begun = restore_parts(other, parts, 10)
     other.client_gone(SAVER, 0.0)
     refused(ask(other, SAVER, p.Restore, parts[-1], 10, begun), "CheckpointError", "no restore under way")
-    assert at_once(other) == before
+    assert parts_of(other) == before
     assert chores(other) == []
 
 
@@ -334,52 +289,3 @@ def test_a_part_that_no_freeze_has_is_refused(plane):
     assert (again.state, again.num_parts) == (frozen.state, frozen.num_parts)
     ask(plane, SAVER, p.Thaw, frozen.id)
     refused(ask(plane, SAVER, p.ReadFrozen, frozen.id, 1), "CheckpointError", "no freeze under way")
-
-
-def rest(plane: ControlPlane, frozen: p.Frozen) -> list[bytes]:
-    """The other slices."""
-    parts, call = [], frozen.id
-    while len(parts) + 1 < frozen.num_parts:
-        frozen = ask(plane, SAVER, p.ReadFrozen, call, len(parts) + 1)
-        parts.append(frozen.state)
-    return parts
-
-
-@pytest.mark.parametrize("how", ["read", "thaw", "end"])
-def test_a_frozen_state_keeps_nothing_aside_once_it_is_read(plane, how):
-    ask(plane, ROLLOUT, p.ResolveKeys, "p", KEYS, True)
-    frozen = ask(plane, SAVER, p.Freeze)
-    partition = plane.state.partitions["p"]
-    seal(plane)
-    assert (len(partition.keys._watches), len(partition.tags._watches)) == (1, 1)
-    if how == "read":
-        rest(plane, frozen)
-    elif how == "thaw":
-        ask(plane, SAVER, p.Thaw, frozen.id)
-    else:
-        plane.client_gone(SAVER, 0.0)
-    assert (partition.keys._watches, partition.tags._watches, plane.state.snapshots) == ([], [], set())
-
-
-@pytest.mark.parametrize("how", ["read", "thaw", "end"])
-def test_a_partition_is_not_copied_once_it_was_read_or_the_freeze_is_over(plane, how):
-    put(plane, 9)
-    frozen = ask(plane, SAVER, p.Freeze)
-    partition = plane.state.partitions["p"]
-    assert len(partition.table.copies) == 1
-    if how == "read":
-        rest(plane, frozen)
-    elif how == "thaw":
-        ask(plane, SAVER, p.Thaw, frozen.id)
-    else:
-        plane.client_gone(SAVER, 0.0)
-    assert partition.table.copies == []
-
-
-def test_columns_of_different_lengths_are_refused_before_anything_is_cut(plane):
-    put(plane, 20)
-    fetch(plane, 2, 0, 0)
-    state = whole(plane)
-    state.partitions[0].state += b"\x03"
-    with pytest.raises(CheckpointError, match="contradicts itself"):
-        list(recut(state))

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transfer_queue import parse_filter
-from transfer_queue.control.tag_filter import MAX_DEPTH, MAX_LENGTH
 from transfer_queue.errors import InvalidRequestError
+
+MAX_DEPTH, MAX_LENGTH = 32, 4096
 
 SIGNS = {
     "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,

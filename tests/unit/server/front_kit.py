@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from transfer_queue import protocol as p
+from transfer_queue.calls import Turn
 from transfer_queue.control.plane import ControlPlane
 from transfer_queue.control.state import PlaneConfig
 from transfer_queue.server.front import Front
@@ -20,12 +21,18 @@ from transfer_queue.storage.messages import (
     PAGE_NBYTES,
     ColumnHeader,
     Columns,
+    Commit,
+    Delete,
     LeasedMemory,
     LeaseMemory,
     Read,
+    Release,
     Rows,
     UnitAnswer,
+    Write,
+    Written,
     decode_answer,
+    decode_columns,
     encode_columns,
     unpack_columns,
 )
@@ -57,6 +64,17 @@ def front_of(
     arena = None if pages is None else Arena(pages * PAGE)
     unit = StorageUnit("u0", capacity_bytes, arena, inline_nbytes=64 * 1024 if arena is None else 0)
     return Front({"the": "configuration"}, ControlPlane(PlaneConfig(capacity=capacity, **config)), unit)
+
+
+def apart(front: Front) -> tuple[Front, Front]:
+    """Two servers instead: of its controller alone, and of its unit alone."""
+    return Front({}, front.plane), Front({}, None, front.unit)
+
+
+def in_short_turns(front: Front) -> Front:
+    """Each of its turns has time for one step of long work."""
+    front.calls.turn = Turn(itertools.count(step=1.0).__next__)
+    return front
 
 
 def got(answers: Iterable[Outgoing]) -> list[Got]:
@@ -103,6 +121,25 @@ class Client:
         """Its last connection has closed."""
         return got(self.front.client_gone(self.name, now))
 
+    # ---- memory and steps ----
+
+    def lease(self, pages: int, wait_s: float = 0.0) -> LeaseMemory:
+        return LeaseMemory(self.number(), pages * PAGE, wait_s=wait_s)
+
+    def release(self, *calls: int, now: float = 0.0) -> list[Got]:
+        return self.tell(Release(self.number(), list(calls)), now)
+
+    def write(self, put: p.Put, samples: Sequence[int], call: int | None = None) -> Write:
+        """The values of a put as a step of its own."""
+        return Write(call or self.number(), p.pack_indexes(samples), decode_columns(put.write))
+
+    def commit(self, write: int) -> Commit:
+        return Commit(self.number(), [write])
+
+    def delete(self, samples: Sequence[int]) -> Delete:
+        """Of values alone, whose samples the controller still has."""
+        return Delete(self.number(), p.pack_indexes(samples))
+
     # ---- puts ----
 
     def reserve(self, count: int, partition: str = "p", wait_s: float = 0.0) -> p.Reserve:
@@ -130,9 +167,8 @@ class Client:
         columns = Columns([ColumnHeader("x", dense_layout("uint8", 1, (nbytes,)), len(values))])
         return p.Put(begin.id, begin, tags or {}, encode_columns(columns)), [bytes_of(values, nbytes)]
 
-    def put_leased(self, values: Sequence[int], begin: Any = None, lease: int | None = None) -> p.Put:
+    def put_leased(self, values: Sequence[int], begin: Any = None, lease: int | None = None, offset: int = 0) -> p.Put:
         """A put of rows of a page each that lie in leased memory; there must be room for the lease."""
-        offset = 0
         if lease is None:
             leased = self.one(LeaseMemory(self.number(), len(values) * PAGE))
             assert isinstance(leased, LeasedMemory), leased
@@ -160,6 +196,20 @@ class Client:
         ((_, rows, frames),) = self.send(Read(self.number(), p.pack_indexes(samples), ["x"]))
         assert isinstance(rows, Rows), rows
         return rows_of(rows, frames, list(samples))
+
+
+def is_lease(reply: Any) -> bool:
+    """Is this memory?"""
+    return isinstance(reply, LeasedMemory) and reply.offset >= 0
+
+
+def is_written(reply: Any) -> bool:
+    return isinstance(reply, Written)
+
+
+def is_pinned(answer: Got) -> bool:
+    """Does this batch's answer say where in the arena its values lie?"""
+    return decode_answer(answer.frames[0], Rows).pinned
 
 
 def specs(nbytes: int = NBYTES) -> dict[str, p.FieldSpec]:

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
+from typing import Any
 
 import pytest
 
@@ -18,13 +18,11 @@ from tests.unit.server.front_kit import (
     front_of,
     got,
     held,
+    in_short_turns,
+    is_pinned,
     samples_of,
-)  # fmt: skip
+)
 from transfer_queue import protocol as p
-from transfer_queue.calls import PIECE as PER_TURN
-from transfer_queue.calls import Turn
-from transfer_queue.server.front import Front
-from transfer_queue.storage.messages import Delete, Release, Rows, decode_answer
 
 # ---- fetches ----
 
@@ -67,7 +65,7 @@ def test_a_fetch_that_waits_and_comes_again_is_answered_once(me, other):
 
 def test_a_batch_whose_values_can_not_be_read_is_given_back(me, other, front):
     samples = me.stored([7, 8])
-    me.send(Delete(me.number(), p.pack_indexes(samples[:1])))
+    me.send(me.delete(samples[:1]))
     failed(other.send(other.fetch(2))[0], "StorageKeyNotFoundError", "field 'x' for sample 0")
     assert held(front).records == 1, "the put's alone"
     me.put([9], me.check(samples[:1]))
@@ -109,11 +107,14 @@ def test_batches_that_a_session_has_not_received_are_given_back_when_it_ends(me,
     assert batch_of(third.send(third.fetch(2))[0]) == {1: 8, 2: 9}
 
 
+PER_TURN = 2000
+"""Samples that one step of long work handles."""
+
 # ---- pins ----
 
 
 @pytest.fixture
-def arena() -> Front:
+def arena() -> Any:
     """With one sample of two pages."""
     front = front_of(pages=16)
     writer = Client(front, "writer")
@@ -126,9 +127,8 @@ def arena() -> Front:
 def test_values_that_lie_in_the_arena_are_pinned_until_they_are_released_or_the_call_or_session_ends(arena, leave):
     reader = Client(arena, "reader")
     (answer,) = reader.send(reader.fetch(2, mapped=True))
-    rows = decode_answer(answer.frames[0], Rows)
-    assert (rows.pinned, rows.id, held(arena).pins) == (True, 1, 1)
-    {"release": lambda: reader.tell(Release(2, [1])), "cancel": lambda: reader.cancel(1), "gone": reader.gone}[leave]()
+    assert (is_pinned(answer), held(arena).pins) == (True, 1)
+    {"release": lambda: reader.release(1), "cancel": lambda: reader.cancel(1), "gone": reader.gone}[leave]()
     assert held(arena).pins == 0
 
 
@@ -177,7 +177,7 @@ def test_a_clear_of_nothing_again_clears_nothing_that_came_since(me):
 
 def test_a_large_clear_deletes_a_slice_each_turn_and_others_are_served_between(me, other, front):
     count = 2 * PER_TURN + 5
-    front.calls.turn = Turn(itertools.count(step=1.0).__next__)
+    in_short_turns(front)
     me.put([0] * count, nbytes=1)
     clear = p.ClearPartition(me.number(), "p")
     assert (me.send(clear), held(front).values) == ([], count - PER_TURN)
@@ -192,7 +192,7 @@ def test_a_large_clear_deletes_a_slice_each_turn_and_others_are_served_between(m
 
 @pytest.mark.parametrize("leave", ["cancel", "gone"])
 def test_a_large_clear_goes_on_when_it_is_cancelled_or_its_session_ends(me, front, leave):
-    front.calls.turn = Turn(itertools.count(step=1.0).__next__)
+    in_short_turns(front)
     me.put([0] * (2 * PER_TURN), nbytes=1)
     assert me.send(p.ClearPartition(me.number(), "p")) == []
     assert (me.cancel(2) if leave == "cancel" else me.gone()) == []

@@ -7,7 +7,6 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -22,11 +21,12 @@ from tests.unit.server.front_kit import (
     front_of,
     got,
     held,
+    is_lease,
+    is_written,
     samples_of,
     specs,
-)  # fmt: skip
+)
 from transfer_queue import protocol as p
-from transfer_queue.storage.messages import Commit, LeasedMemory, LeaseMemory, Release, Write, Written, decode_columns
 
 REFUSALS = {
     "ProducersGoneError",
@@ -160,10 +160,8 @@ class FrontMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.arena)
     def lease(self, number: int, pages: int, wait_s: float) -> None:
         client = self.client(number)
-        answer = self.send(client, LeaseMemory(client.number(), pages * PAGE, wait_s=wait_s))
-        if (
-            answer is not None and isinstance(answer.reply, LeasedMemory) and answer.reply.offset >= 0
-        ):  # else it is full
+        answer = self.send(client, client.lease(pages, wait_s))
+        if answer is not None and is_lease(answer.reply):  # else it is full
             self.leases.append((client.name, answer.reply.id, pages))
 
     @rule(data=st.data(), wait_s=WAIT_S)
@@ -175,17 +173,14 @@ class FrontMachine(RuleBasedStateMachine):
         offset = self.calls[name, lease].answer.reply.offset
         self.front.unit._arena._map[offset : offset + pages * PAGE] = bytes([77]) * pages * PAGE
         begin = p.Reserve(client.number(), "p", pages, specs(PAGE), wait_s)
-        put = client.put_leased([77] * pages, begin, lease)
-        columns = decode_columns(put.write)
-        parts = [msgspec.structs.replace(columns.headers[0], offset=offset)]
-        put = msgspec.structs.replace(put, write=p.encode(msgspec.structs.replace(columns, headers=parts)))
+        put = client.put_leased([77] * pages, begin, lease, offset)
         self.send(client, put, (), [77] * pages)
 
     @rule(data=st.data())
     @precondition(lambda self: self.leases)
     def release(self, data: st.DataObject) -> None:
         name, lease, _ = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
-        self.note(self.clients[name].tell(Release(self.clients[name].number(), [lease]), self.now))
+        self.note(self.clients[name].release(lease, now=self.now))
 
     @rule(number=numbers, count=st.integers(1, 2), write=st.booleans())
     def start_steps(self, number: int, count: int, write: bool) -> None:
@@ -203,15 +198,15 @@ class FrontMachine(RuleBasedStateMachine):
         samples, client = self.started.pop(key), self.clients[key[0]]
         del self.calls[key]  # a call that a later one has completed is not repeated
         put, frames = client.a_put([value] * len(samples), client.reserve(1), nbytes=self.nbytes)
-        write = Write(client.number(), p.pack_indexes(samples), decode_columns(put.write))
+        write = client.write(put, samples)
         answer = self.send(client, write, frames)
-        if answer is None or not isinstance(answer.reply, Written):
+        if answer is None or not is_written(answer.reply):
             self.note(client.cancel(key[1], self.now))
             return
         publish = p.Publish(client.number(), "p", write.indexes, specs(self.nbytes), completes=key[1])
         self.visible.update(dict.fromkeys(samples, value))
         self.send(client, publish)
-        self.send(client, Commit(client.number(), [write.id]))
+        self.send(client, client.commit(write.id))
 
     @rule(number=numbers, count=st.integers(1, 3), wait_s=WAIT_S)
     def fetch(self, number: int, count: int, wait_s: float) -> None:

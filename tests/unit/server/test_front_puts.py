@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -13,17 +15,17 @@ from tests.unit.server.front_kit import (
     Client,
     Got,
     Held,
+    apart,
     batch_of,
     failed,
     front_of,
     held,
+    is_lease,
+    is_written,
     samples_of,
     specs,
-)  # fmt: skip
+)
 from transfer_queue import protocol as p
-from transfer_queue.server.front import Front
-from transfer_queue.storage.messages import Commit, LeasedMemory, LeaseMemory, Release, Write, Written, decode_columns
-from transfer_queue.transport.base import Envelope
 
 
 def stored(samples: int, nbytes: int = NBYTES) -> Held:
@@ -79,9 +81,8 @@ def test_a_put_answers_the_fetch_that_waits_for_it_with_its_values(me, other):
 def test_a_fetch_that_waited_is_answered_before_the_put_that_decides_it(me, other, front):
     other.send(other.fetch(2, wait_s=5.0))
     put, frames = me.a_put([7, 8])
-    views = [memoryview(each) for each in frames]
-    answers = front.handle(Envelope("me", 7, "route"), p.encode_request(put), views, 0.0)
-    assert [answer.envelope.client for answer in answers] == ["other", "me"]
+    answers = me.send_raw(p.encode_request(put), frames, number=7)
+    assert [answer.client for answer in answers] == ["other", "me"]
 
 
 def test_a_put_by_key_answers_the_fetch_that_waits_for_it_with_the_new_values(me, other):
@@ -241,7 +242,7 @@ def test_a_put_whose_lease_was_not_used_gives_it_back():
 
 
 def test_a_put_to_a_server_without_storage_or_without_a_controller_is_refused():
-    for front in (Front({}, front_of().plane), Front({}, None, front_of().unit)):
+    for front in apart(front_of()):
         me = Client(front, "me")
         failed(me.put([7])[0], "ProtocolError", "does not serve Put")
 
@@ -250,19 +251,19 @@ def test_a_put_to_a_server_without_storage_or_without_a_controller_is_refused():
 
 
 @pytest.fixture
-def few() -> Front:
+def few() -> Any:
     """Room for three samples."""
     return front_of(capacity=3)
 
 
 @pytest.fixture
-def small() -> Front:
+def small() -> Any:
     """Room for the values of three samples."""
     return front_of(capacity_bytes=3 * NBYTES)
 
 
 @pytest.fixture(params=["samples", "bytes"])
-def full(request, few, small) -> Front:
+def full(request, few, small) -> Any:
     """No room, of either kind: samples 0 to 2 are there."""
     front = few if request.param == "samples" else small
     filler = Client(front, "filler")
@@ -271,7 +272,7 @@ def full(request, few, small) -> Front:
     return front
 
 
-def clear(front: Front, *samples: int, now: float = 0.0) -> list[Got]:
+def clear(front: Any, *samples: int, now: float = 0.0) -> list[Got]:
     """The answers of others that the clear brings about."""
     client = Client(front, "clearer")
     own, *others = client.send(p.ClearSamples(client.number(), "p", p.pack_indexes(samples)), now=now)
@@ -357,18 +358,18 @@ def test_a_lease_that_waits_is_answered_by_the_clear_that_makes_room():
     front = front_of(capacity_bytes=4 * PAGE, pages=16)
     me, other = Client(front, "me"), Client(front, "other")
     me.one(me.put_leased([0, 0, 0]))
-    assert other.send(LeaseMemory(1, 2 * PAGE, wait_s=5.0)) == []
+    assert other.send(other.lease(2, wait_s=5.0)) == []
     ((client, leased, _),) = clear(front, 0, 1)
-    assert (client, type(leased), leased.offset >= 0) == ("other", LeasedMemory, True)
+    assert (client, is_lease(leased)) == ("other", True)
 
 
 @pytest.mark.parametrize("leave", ["cancel", "release", "gone"])
 def test_a_lease_ends_when_it_is_cancelled_or_released_and_with_its_session(leave):
     front = front_of(pages=16)
     me = Client(front, "me")
-    me.one(LeaseMemory(me.number(), PAGE))
+    me.one(me.lease(1))
     assert held(front).leased_nbytes == PAGE
-    {"cancel": lambda: me.cancel(1), "release": lambda: me.tell(Release(2, [1])), "gone": me.gone}[leave]()
+    {"cancel": lambda: me.cancel(1), "release": lambda: me.release(1), "gone": me.gone}[leave]()
     assert held(front) == NOTHING
 
 
@@ -389,14 +390,13 @@ def test_a_put_that_waits_for_samples_keeps_its_lease_until_it_is_cancelled():
 def test_the_steps_of_a_put_may_come_one_by_one(me, other, front):
     put, frames = me.a_put([7])
     reserved = me.one(put.begin)
-    write = Write(put.id, reserved.indexes, decode_columns(put.write))
-    assert me.one(write, frames) == Written(put.id)
+    assert is_written(me.one(me.write(put, samples_of(reserved), put.id), frames))
     assert held(front) == Held(samples=1, records=1, uncommitted_nbytes=NBYTES)
     assert other.one(other.fetch(1)).ready == 0
     publish = p.Publish(me.number(), "p", reserved.indexes, specs(), completes=put.id)
     assert me.one(publish) == p.Published(publish.id)
     assert batch_of(other.send(other.fetch(1))[0]) == {0: 7}, "a reader comes before the commit"
-    assert me.one(Commit(me.number(), [put.id])) == p.Done(3)
+    assert me.one(me.commit(put.id)) == p.Done(3)
     assert held(front).uncommitted_nbytes == 0
 
 

@@ -11,24 +11,20 @@ import pytest
 from tests.unit.server.front_kit import (
     NBYTES,
     NOTHING,
-    PAGE,
     Client,
     Got,
     Held,
+    apart,
     batch_of,
     failed,
     front_of,
-    got,
     held,
+    is_lease,
     samples_of,
     specs,
 )
+from transfer_queue import BaseSampler
 from transfer_queue import protocol as p
-from transfer_queue.calls import replied
-from transfer_queue.sampler.base import BaseSampler
-from transfer_queue.server.front import Front
-from transfer_queue.storage.messages import AskUnitStats, LeasedMemory, LeaseMemory, Release, UnitStats
-from transfer_queue.storage.unit.unit import StorageUnit
 
 # ---- the beginning and the end of a session ----
 
@@ -47,7 +43,7 @@ def test_with_a_session_end_its_reservations_leases_and_parked_calls(leave):
     front = front_of(capacity=3, pages=16)
     me, other = Client(front, "me"), Client(front, "other")
     me.one(me.reserve(2))
-    me.one(LeaseMemory(me.number(), 4096))
+    me.one(me.lease(1))
     assert me.send(me.fetch(1, wait_s=9.0)) == []
     assert other.put([7, 8], wait_s=9.0) == []
     assert held(front) == Held(samples=2, records=1, waiting=2, leased_nbytes=4096)
@@ -103,10 +99,10 @@ def test_a_client_cancels_its_own_calls_alone(me, other):
 
 
 def test_a_cancel_at_a_server_of_storage_alone_is_done_and_frees_what_the_call_held():
-    unit = front_of(pages=4).unit
-    me = Client(Front({}, None, unit), "me")
-    me.one(LeaseMemory(me.number(), 4096))
-    assert (me.one(p.Cancel(2, 1)), unit.stats().leased_nbytes) == (p.Done(2, "undone"), 0)
+    _, storage = apart(front_of(pages=4))
+    me = Client(storage, "me")
+    me.one(me.lease(1))
+    assert (me.one(p.Cancel(2, 1)), storage.unit.stats().leased_nbytes) == (p.Done(2, "undone"), 0)
 
 
 # ---- what the client has received ----
@@ -159,19 +155,18 @@ def test_what_is_no_message_is_refused_and_others_are_served(me, other, front, h
 
 
 def test_a_server_refuses_the_requests_of_the_other_kind():
-    both = front_of()
-    controller, storage = Client(Front({}, both.plane), "me"), Client(Front({}, None, both.unit), "me")
-    failed(controller.one(AskUnitStats(1)), "ProtocolError", "does not serve AskUnitStats")
+    controller, storage = (Client(each, "me") for each in apart(front_of()))
+    failed(controller.one(controller.commit(1)), "ProtocolError", "does not serve Commit")
     failed(storage.one(p.ListPartitions(1)), "ProtocolError", "does not serve ListPartitions")
     failed(storage.one(p.GetStats(2)), "ProtocolError", "does not serve GetStats")
-    assert isinstance(storage.one(AskUnitStats(3)), UnitStats)
+    assert storage.one(storage.commit(1)) == p.Done(1)
     assert storage.one(p.Goodbye(4)) == p.Done(4)
 
 
 def test_a_fetch_with_values_is_the_batch_alone_where_the_storage_is_elsewhere():
     both = front_of()
     Client(both, "writer").stored([7])
-    me = Client(Front({}, both.plane), "me")
+    me = Client(apart(both)[0], "me")
     ((_, batch, frames),) = me.send(me.fetch(1))
     assert (type(batch), list(frames)) == (p.Batch, [])
 
@@ -179,7 +174,7 @@ def test_a_fetch_with_values_is_the_batch_alone_where_the_storage_is_elsewhere()
 def test_a_message_that_expects_no_answer_gets_none(me, front):
     me.one(me.reserve(1))
     assert me.tell(p.Cancel(me.number(), 1)) == []
-    assert me.tell(Release(me.number(), [7])) == []
+    assert me.release(7) == []
     assert held(front) == NOTHING
 
 
@@ -187,7 +182,7 @@ def test_status_names_what_clients_hold_and_what_alarms_there_are():
     front = front_of(pages=16)
     me = Client(front, "me")
     front.alarms = lambda: [{"what": "MySampler"}]
-    assert isinstance(me.one(LeaseMemory(me.number(), 4096)), LeasedMemory)
+    assert is_lease(me.one(me.lease(1)))
     stats = me.one(p.GetStats(me.number())).value
     assert (stats["alarms"], stats["clients"]["me"]["leases"], stats["clients"]["me"]["pins"]) == (
         [{"what": "MySampler"}], 1, 0,
@@ -201,23 +196,6 @@ def test_an_answer_that_can_not_be_encoded_harms_its_own_call_alone(me, other, f
     front.alarms = lambda: [{"what": object()}]
     failed(me.one(p.GetStats(me.number())), "ProtocolError", "the answer can't be sent")
     assert other.stored([7]) == [0]
-
-
-def test_a_batch_that_can_not_be_encoded_is_given_back():
-    front = front_of()
-    me, other = Client(front, "me"), Client(front, "other")
-    me.stored([7])
-    verb = front.calls.verbs[p.Fetch]
-
-    def odd(call: Any, request: p.Fetch) -> Any:
-        """The batch has a tag that can't travel."""
-        front.calls.verbs[p.Fetch] = verb
-        batch = yield from replied(verb(call, request))
-        return msgspec.structs.replace(batch, tags={0: {"n": object()}})
-
-    front.calls.verbs[p.Fetch] = odd
-    failed(other.one(other.fetch(1)), "ProtocolError", "the answer can't be sent")
-    assert batch_of(other.send(other.fetch(1))[0]) == {0: 7}
 
 
 class Breaking(BaseSampler):
@@ -245,84 +223,6 @@ def test_an_error_of_a_sampler_answers_the_fetch_that_asked_and_the_next_is_serv
     assert batch_of(other.send(other.fetch(1))[0]) == {0: 7}
 
 
-class BreakingUnit(StorageUnit):
-    """Raises what it was told to where it stores or reads values, once."""
-
-    breaks: tuple[str, BaseException] | None = None
-
-    def _break(self, step: str) -> None:
-        if self.breaks is not None and self.breaks[0] == step:
-            error, self.breaks = self.breaks[1], None
-            raise error
-
-    def put(self, call: Any, request: Any) -> Any:
-        self._break("put")
-        return super().put(call, request)
-
-    def read(self, call: Any, request: Any) -> Any:
-        self._break("read")
-        return super().read(call, request)
-
-
-@pytest.mark.parametrize("error", [MemoryError("no"), SystemExit("no")], ids=lambda e: type(e).__name__)
-@pytest.mark.parametrize("step", ["put", "read"])
-def test_an_error_of_any_kind_at_any_step_answers_its_caller_alone_and_leaves_nothing(caplog, step, error):
-    unit = BreakingUnit("u0")
-    front = Front({}, front_of().plane, unit)
-    me, other = Client(front, "me"), Client(front, "other")
-    unit.breaks = (step, error)
-    if step == "read":
-        other.stored([7])
-        failed(me.one(me.fetch(1)), "RemoteError", "no")
-        assert batch_of(me.send(me.fetch(1))[0]) == {0: 7}
-    else:
-        failed(me.put([7])[0], "RemoteError", "no")
-        me.gone()
-        assert held(front) == NOTHING
-        other.stored([8])
-    assert type(error).__name__ in caplog.text
-
-
-class BreakingEndings(StorageUnit):
-    """Everything that ends here fails, but for requests."""
-
-    broken = False
-
-    def _break(self, error: str) -> None:
-        if self.broken:
-            raise OSError(error)
-
-    def trim(self, now: float) -> None:
-        self._break("can't trim")
-        super().trim(now)
-
-    def delete(self, indexes: Any) -> int:
-        self._break("can't delete")
-        return super().delete(indexes)
-
-    def end_session(self, client: str, published: Any) -> None:
-        self._break("can't end a session")
-        super().end_session(client, published)
-
-
-def test_a_unit_that_can_not_expire_undo_or_end_a_session_loses_no_answer_of_the_plane(caplog):
-    unit = BreakingEndings("u0")
-    front = Front({}, front_of().plane, unit)
-    me, other, third = (Client(front, name) for name in ("me", "other", "third"))
-    assert other.send(other.fetch(1, wait_s=5.0)) == []
-    unit.broken = True
-    (late,) = got(front.expire(6.0))
-    assert (late.client, type(late.reply)) == ("other", p.NotReady)
-    # A put whose tags fit no row fails after its values are stored. It is undone, and the reserved sample released.
-    failed(me.put([7], tags={5: {"v": 1}})[0], "InvalidRequestError", "tags for rows")
-    assert third.one(third.reserve(1)).indexes
-    assert front.plane is not None
-    assert third.gone() == []
-    assert front.plane.state.allocator.num_used == 0
-    for error in ("can't trim", "can't delete", "can't end a session"):
-        assert error in caplog.text
-
-
 def test_a_call_that_fails_for_one_client_is_no_matter_for_those_that_wait(me, other):
     assert other.send(other.fetch(1, wait_s=9.0)) == []
     failed(me.send(p.Put(1, p.Reserve(1, "p", 1, specs()), {}, b"nonsense"))[0], "ProtocolError")
@@ -341,11 +241,11 @@ def test_memory_of_an_evicted_client_is_not_used_again_before_its_process_has_en
     ended: list[Any] = []
     front.watch = lambda pid, namespace, act: ended.append((pid, namespace, act))
     me.one(p.Hello(me.number(), 77, p.PROTOCOL_VERSION, 5))
-    assert me.one(LeaseMemory(me.number(), 3 * PAGE)).offset >= 0
+    assert is_lease(me.one(me.lease(3)))
     assert other.one(p.EvictClient(other.number(), "me")).value is True
     assert front.unit.stats().leased_nbytes == 0
-    assert other.one(LeaseMemory(other.number(), 3 * PAGE)).offset == -1, "the arena has no other such range"
+    assert not is_lease(other.one(other.lease(3))), "the arena has no other such range"
     ((pid, namespace, act),) = ended
     assert (pid, namespace) == (77, 5)
     act()
-    assert other.one(LeaseMemory(other.number(), 3 * PAGE)).offset >= 0
+    assert is_lease(other.one(other.lease(3)))

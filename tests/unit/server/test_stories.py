@@ -167,7 +167,7 @@ class Story(Clients):
         if not self.config["pages"] or (write := self.writing(who)) is None:
             return
         data = np.frombuffer(b"".join(self.packed(write.values)[1]), np.uint8)
-        lease = m.Lease(self.number(who), len(data), wait_s=self.draw.choice(WAITS))
+        lease = m.LeaseMemory(self.number(who), len(data), wait_s=self.draw.choice(WAITS))
         try:
             leased = yield from self.reply(self.send(who, lease, (), self.leased, steps=True))
             if leased.offset >= 0:
@@ -179,7 +179,7 @@ class Story(Clients):
         except Interrupted:
             self.cancel(who, lease.id)
 
-    def leased(self, call: Call, reply: m.Leased) -> None:
+    def leased(self, call: Call, reply: m.LeasedMemory) -> None:
         if reply.offset >= 0:
             self.undo[call.client, reply.id] = str
 

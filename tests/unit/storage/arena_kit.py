@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from unit_kit import LoneUnit, UnitReply
 
+from tests.unit.storage.unit_kit import LoneUnit, UnitReply
 from transfer_queue.protocol import Failed, Reply, Request, pack_indexes
 from transfer_queue.storage.messages import (
     PAGE_NBYTES,
@@ -17,6 +17,7 @@ from transfer_queue.storage.messages import (
     Columns,
     Commit,
     Delete,
+    EndSession,
     LeasedMemory,
     LeaseMemory,
     Read,
@@ -53,13 +54,18 @@ class ArenaClient:
     """Its session is known by its name; its calls are numbered from 1."""
 
     def __init__(self, unit: ArenaUnit, name: str) -> None:
-        self.unit, self.name = unit, name
+        self.unit: LoneUnit = unit
+        self.name = name
         self.memory = np.frombuffer(mmap.mmap(unit.arena.descriptor, unit.arena.nbytes), np.uint8)
         self.calls = 0
 
     def number(self) -> int:
         self.calls += 1
         return self.calls
+
+    def of_a_unit_without_an_arena(self) -> ArenaClient:
+        self.unit = LoneUnit("u1")
+        return self
 
     # ---- requests ----
 
@@ -86,12 +92,22 @@ class ArenaClient:
     def view(self, offset: int, nbytes: int) -> ByteArray:
         return self.memory[offset : offset + nbytes]
 
-    def written_at(self, offset: int, lease: int, values: dict[int, int], nbytes: int) -> Write:
+    def written_at(self, offset: int, lease: int | None, values: dict[int, int], nbytes: int) -> Write:
         """A write of rows of ``nbytes`` bytes, each full of its value, that lie at ``offset`` now."""
         rows = np.repeat(np.array(list(values.values()), np.uint8), nbytes)
         self.view(offset, len(rows))[:] = rows
         part = ColumnHeader("a", row_layout(nbytes), len(values), offset=offset, nbytes=len(rows))
         return Write(self.number(), indexes_of(values), Columns([part], lease=lease))
+
+    def write_row(self, index: int, parts: dict[str, tuple[int, int]], lease: int) -> int:
+        """One sample, of whose fields each lies at (offset, number of bytes). Returns the call."""
+        headers = [
+            ColumnHeader(field, row_layout(nbytes), 1, offset=offset, nbytes=nbytes)
+            for field, (offset, nbytes) in parts.items()
+        ]
+        write = Write(self.number(), indexes_of([index]), Columns(headers, lease=lease))
+        assert is_written(self.one(write))
+        return write.id
 
     def put(self, values: dict[int, int], nbytes: int = PAGE, now: float = 0.0, commit: bool = True) -> Any:
         """The answer to a write into leased memory, which is then committed; there must be room."""
@@ -115,6 +131,17 @@ class ArenaClient:
         parts = unpack_columns(answer.headers, answer.tables, frames, len(indexes), self.view)
         return answer, [wire for _, _, wire in parts]
 
+    def refusal_of_read(self, indexes: Sequence[int]) -> str:
+        """The code of the error."""
+        answer = self.one(Read(self.number(), indexes_of(indexes), ["a"], True))
+        assert isinstance(answer, Failed), answer
+        return answer.code
+
+    def unsent_read(self, indexes: Sequence[int]) -> UnitReply:
+        """An answer in frames that waits to be sent."""
+        (answer,) = self.ask(Read(self.number(), indexes_of(indexes), ["a"]))
+        return answer
+
     def values(self, indexes: Sequence[int]) -> dict[int, int]:
         """What is stored, one byte of each row, read in frames."""
         ((_, answer, frames),) = self.ask(Read(self.number(), indexes_of(indexes), ["a"]))
@@ -134,12 +161,30 @@ class ArenaClient:
         """The answers of others that this brings about: it has none of its own."""
         return self.ask(Release(self.number(), list(calls)), now=now)
 
+    def end_session(self, client: str, published: Sequence[int] = ()) -> list[UnitReply]:
+        """As the controller does, which says which of the client's writes are published."""
+        return self.ask(EndSession(self.number(), client, list(published)))
+
     def cancel(self, call: int, now: float = 0.0) -> list[UnitReply]:
         return self.unit.cancel(self.name, call, now)
 
     def end(self, now: float = 0.0) -> list[UnitReply]:
         """Its last connection has closed."""
         return self.unit.client_gone(self.name, now)
+
+
+def bytes_of(wire: WireColumn) -> bytes:
+    rows = np.arange(wire.rows) if wire.selection is None else wire.selection
+    return wire.data.reshape(-1, wire.layout.row_nbytes)[rows].tobytes()
+
+
+def is_lease(answer: UnitReply, client: str) -> bool:
+    """Has this client been given memory?"""
+    return answer.client == client and isinstance(answer.reply, LeasedMemory) and answer.reply.offset >= 0
+
+
+def is_written(reply: Reply) -> bool:
+    return isinstance(reply, Written)
 
 
 def refused(answer: Reply, fragment: str, code: str = "ProtocolError") -> None:

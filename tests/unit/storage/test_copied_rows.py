@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of one size: copying from any rows to any rows, against plain indexing."""
+"""Copying rows of one size and spans of any, from anywhere to anywhere, against plain indexing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transfer_queue.storage.copying import AT_ONCE, copy_rows
+from transfer_queue.storage.copying import AT_ONCE, Spans, copy_rows, copy_spans
 
 BYTES = np.random.default_rng(0).integers(0, 256, 40 * 40_000 + 8, np.uint8)
 ROW_NBYTES = st.one_of(
@@ -82,18 +81,24 @@ def test_rows_land_where_plain_indexing_puts_them(data, row_nbytes, offset):
     assert np.array_equal(again, got)
 
 
-@pytest.mark.parametrize("row_nbytes", [20_000, 40_000])
-def test_long_runs_are_handed_over_as_slices(row_nbytes):
-    later = Later()
-    src, dst = BYTES[: 10 * row_nbytes], np.zeros((10, row_nbytes), np.uint8)
-    selection = np.array([5, 6, 7, 8, 9, 0, 1, 2, 3, 4])
-    copy_rows(dst, slice(0, 10), src, selection, later)
-    assert later.nbytes == [5 * row_nbytes, 5 * row_nbytes]
-
-
-@pytest.mark.parametrize("row_nbytes", [8, 512, 20_000, 40_000])
-def test_single_rows_that_land_in_order_are_handed_over_at_once(row_nbytes):
-    later = Later()
-    src, dst = BYTES[: 10 * row_nbytes], np.zeros((10, row_nbytes), np.uint8)
-    copy_rows(dst, slice(0, 10), src, np.array([5, 0, 7, 2, 9, 4, 1, 6, 3, 8]), later)
-    assert later.nbytes == [10 * row_nbytes]
+@settings(max_examples=100, deadline=None, print_blob=True)
+@given(
+    sizes=st.lists(st.integers(0, 9), max_size=12),
+    scale=st.sampled_from([1, 2, 4, 8, 600]),
+    shuffle=st.randoms(use_true_random=False),
+)
+def test_spans_land_where_they_belong_whatever_their_order_and_size(sizes, scale, shuffle):
+    sizes = [size * scale for size in sizes]
+    src = np.arange(sum(sizes), dtype=np.int64).astype(np.uint8)
+    order = list(range(len(sizes)))
+    shuffle.shuffle(order)
+    src_starts = np.array([sum(sizes[:i]) for i in order], np.int64)
+    mine = np.array([sizes[i] for i in order], np.int64)
+    dst_starts = np.cumsum(mine) - mine
+    dst = np.zeros(sum(sizes), np.uint8)
+    copy_spans(dst, src, Spans(dst_starts, src_starts, mine))
+    expected = b"".join(src[start : start + size].tobytes() for start, size in zip(src_starts, mine, strict=True))
+    assert dst.tobytes() == expected
+    back = np.zeros_like(src)
+    copy_spans(back, dst, Spans(src_starts, dst_starts, mine))
+    assert back.tobytes() == src.tobytes()

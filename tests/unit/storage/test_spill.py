@@ -4,126 +4,23 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import math
 import os
 import tempfile
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit_kit import LoneUnit
 
-from transfer_queue.calls import Turn
+from tests.unit.storage.spill_kit import Spiller
 from transfer_queue.errors import ConfigError
-from transfer_queue.protocol import Failed, pack_indexes
-from transfer_queue.storage.messages import (
-    PAGE_NBYTES,
-    Columns,
-    Commit,
-    Delete,
-    Packer,
-    Read,
-    Rows,
-    Write,
-    Written,
-    unpack_columns,
-)
-from transfer_queue.storage.pack import encode_rows
-from transfer_queue.storage.unit.arena import Arena
-from transfer_queue.storage.unit.spill import FOLDER, SPILL_STEP_NBYTES, SpillFile
-from transfer_queue.storage.wire import WireColumn, dense_layout
 
 KIB = 1024
 MIB = 1024 * KIB
-
-
-class Spiller:
-    """A unit with a spill file, and a model of what it holds: the bytes of each row by its index."""
-
-    def __init__(self, directory: Path, memory: int, disk: int, with_arena: bool = False) -> None:
-        self.file = SpillFile(directory, disk)
-        arena = Arena(64 * MIB) if with_arena else None
-        self.unit = LoneUnit("u0", memory, arena, file=self.file)
-        self.unit.calls.turn = Turn(itertools.count(step=1.0).__next__)
-        self.memory, self.calls, self.now = memory, 0, 0.0
-        self.values: dict[int, bytes] = {}
-        self.pending: dict[int, dict[int, bytes]] = {}
-        self.failed: dict[int, str] = {}
-        self.rows: dict[int, tuple[Rows, list[Any]]] = {}
-
-    def ask(self, request: Any, frames: list[Any] = ()) -> int:
-        self.take(self.unit.handle("me", request, [memoryview(frame).cast("B") for frame in frames], self.now))
-        return request.id
-
-    def number(self) -> int:
-        self.calls += 1
-        return self.calls
-
-    def take(self, replies: list[Any]) -> None:
-        """What the unit answers. Each write is committed as soon as it has room."""
-        left = deque(replies)
-        while left:
-            _, reply, frames = left.popleft()
-            if isinstance(reply, Written):
-                self.values.update(self.pending.pop(reply.id))
-                left += self.unit.handle("me", Commit(0, [reply.id]), [], self.now)
-            elif isinstance(reply, Failed):
-                self.pending.pop(reply.id, None)
-                self.failed[reply.id] = reply.code
-            elif isinstance(reply, Rows):
-                self.rows[reply.id] = reply, list(frames)
-        stats = self.unit.stats()
-        assert stats.held_nbytes - stats.spilled_nbytes <= self.memory
-        assert stats.spilled_nbytes <= self.file.used_nbytes <= self.file.nbytes
-
-    def put(self, indexes: list[int], row_nbytes: int, seed: int, wait_s: float = 1e6) -> int:
-        data = np.random.default_rng(seed).integers(0, 255, (len(indexes), row_nbytes), np.uint8)
-        column = WireColumn(dense_layout("uint8", 1, (row_nbytes,)), len(indexes), data.ravel())
-        values = {index: own.tobytes() for index, own in zip(indexes, data, strict=True)}
-        return self.put_column(indexes, column, values, wait_s)
-
-    def put_column(self, indexes: list[int], column: WireColumn, values: Any, wait_s: float = 1e6) -> int:
-        packer, call = Packer(), self.number()
-        packer.add("a", slice(0, len(indexes)), column)
-        self.pending[call] = values
-        columns = Columns(packer.headers, packer.tables)
-        return self.ask(Write(call, pack_indexes(np.array(indexes)), columns, wait_s), packer.frames)
-
-    def delete(self, indexes: list[int]) -> None:
-        for index in indexes:
-            self.values.pop(index, None)
-        self.ask(Delete(self.number(), pack_indexes(np.array(indexes))))
-
-    def get(self, indexes: list[int]) -> list[bytes]:
-        call = self.ask(Read(self.number(), pack_indexes(np.array(indexes)), ["a"]))
-        self.settle()
-        reply, frames = self.rows.pop(call)
-        found = [b""] * len(indexes)
-        for _, at, column in unpack_columns(reply.headers, reply.tables, frames, len(indexes)):
-            where = range(len(indexes))[at] if isinstance(at, slice) else at
-            for row, position in enumerate(where):
-                found[position] = column.data[column.start_of(row) : column.start_of(row + 1)].tobytes()
-        return found
-
-    def step(self) -> bool:
-        """One turn of the server's loop. Returns whether there was work."""
-        if self.unit.next_deadline() != -math.inf:
-            return False
-        self.take(self.unit.expire(self.now))
-        return True
-
-    def settle(self) -> None:
-        while self.step():
-            pass
-
-    def close(self) -> None:
-        self.file.close()
+PAGE_NBYTES = 4096
+SPILL_STEP_NBYTES = 512 * KIB
 
 
 @pytest.fixture
@@ -196,7 +93,7 @@ def test_a_large_block_goes_in_steps_and_is_read_from_memory_meanwhile(tmp_path)
     spiller.put([0], 8 * SPILL_STEP_NBYTES, 1)
     call, turns = spiller.put([1], PAGE_NBYTES, 2), 0
     while call in spiller.pending:
-        read = spiller.ask(Read(spiller.number(), pack_indexes(np.array([0])), ["a"]))
+        read = spiller.begin_get([0])
         assert read in spiller.rows, "it is answered at once, whatever goes on"
         assert spiller.step()
         turns += 1
@@ -216,7 +113,7 @@ def large_on_disk(tmp_path) -> Spiller:
 
 def test_values_on_disk_are_read_in_steps_before_they_are_answered(large_on_disk):
     spiller = large_on_disk
-    read, turns = spiller.ask(Read(spiller.number(), pack_indexes(np.array([0])), ["a"])), 0
+    read, turns = spiller.begin_get([0]), 0
     while read not in spiller.rows:
         assert spiller.step()
         turns += 1
@@ -226,7 +123,7 @@ def test_values_on_disk_are_read_in_steps_before_they_are_answered(large_on_disk
 @pytest.mark.parametrize("ends", ["cancelled", "gone"])
 def test_a_read_that_nobody_waits_for_any_more_is_not_gone_on_with(large_on_disk, ends):
     spiller = large_on_disk
-    read = spiller.ask(Read(spiller.number(), pack_indexes(np.array([0])), ["a"]))
+    read = spiller.begin_get([0])
     spiller.take(spiller.unit.cancel("me", read, 0.0) if ends == "cancelled" else spiller.unit.client_gone("me", 0.0))
     assert spiller.unit.next_deadline() != -math.inf
     assert read not in spiller.rows
@@ -234,7 +131,7 @@ def test_a_read_that_nobody_waits_for_any_more_is_not_gone_on_with(large_on_disk
 
 def test_a_value_that_is_cleared_while_it_is_read_from_disk_is_an_error(large_on_disk):
     spiller = large_on_disk
-    read = spiller.ask(Read(spiller.number(), pack_indexes(np.array([0])), ["a"]))
+    read = spiller.begin_get([0])
     spiller.delete([0])
     spiller.settle()
     assert spiller.failed[read] == "StorageKeyNotFoundError"
@@ -242,11 +139,11 @@ def test_a_value_that_is_cleared_while_it_is_read_from_disk_is_an_error(large_on
 
 def test_objects_and_ragged_rows_come_back_from_disk(spiller):
     texts = ["x" * n for n in (70_000, 0, 60_000)]
-    spiller.put_column([0, 1, 2], column := encode_rows(texts, "a"), {})
+    nbytes = spiller.put_objects([0, 1, 2], texts)
     spiller.put([3], 200 * KIB, 3)
     spiller.settle()
-    assert spiller.unit.stats().spilled_nbytes == column.data.nbytes
-    assert spiller.get([2, 0, 1]) == [encode_rows([texts[n]], "a").data.tobytes() for n in (2, 0, 1)]
+    assert spiller.unit.stats().spilled_nbytes == nbytes
+    assert spiller.get([2, 0, 1]) == [spiller.values[index] for index in (2, 0, 1)]
 
 
 def test_dead_rows_on_disk_are_dropped_and_their_space_is_used_again(spiller):
@@ -318,10 +215,10 @@ def test_a_full_disk_makes_puts_wait_and_loses_nothing(spiller, monkeypatch):
 
 
 def test_the_file_has_no_name(spiller, tmp_path):
-    assert os.listdir(tmp_path / FOLDER) == []
+    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
 
 
 def test_a_directory_that_is_no_directory_is_refused_with_the_key(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"ssd_offload: no file of 4096 bytes can be made in .*ssd_offload\.path"):
-        SpillFile(tmp_path / "file", 4096)
+        Spiller(tmp_path / "file", 256 * KIB, 4096)

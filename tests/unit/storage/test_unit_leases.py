@@ -3,14 +3,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from unit_kit import LoneUnit, UnitReply
 
-from tests.unit.storage.arena_kit import PAGE, ArenaClient, ArenaUnit, indexes_of, of_arena, refused, row_layout
-from transfer_queue.protocol import pack_indexes
-from transfer_queue.storage.messages import ColumnHeader, Columns, Deleted, LeasedMemory, Write, Written
-from transfer_queue.storage.wire import ragged_layout
+from tests.unit.storage.arena_kit import PAGE, ArenaClient, ArenaUnit, is_lease, is_written, of_arena, refused
 
 
 @pytest.fixture
@@ -26,11 +21,6 @@ def me(unit) -> ArenaClient:
 @pytest.fixture
 def other(unit) -> ArenaClient:
     return ArenaClient(unit, "other")
-
-
-def is_lease(answer: UnitReply, client: str) -> bool:
-    """Has this client been given memory?"""
-    return answer.client == client and isinstance(answer.reply, LeasedMemory) and answer.reply.offset >= 0
 
 
 # ---- leases wait for room ----
@@ -127,9 +117,9 @@ def test_where_the_arena_has_no_such_range_the_answer_says_so():
     assert small.one(small.lease(8)).offset == 0
 
 
-def test_a_unit_without_an_arena_leases_nothing(me):
-    lease = me.lease(4)
-    assert LoneUnit("u1").handle("me", lease, [], 0.0) == [UnitReply("me", LeasedMemory(lease.id, -1))]
+def test_a_unit_without_an_arena_leases_nothing():
+    plain = ArenaClient(ArenaUnit(), "me").of_a_unit_without_an_arena()
+    assert plain.one(plain.lease(4)).offset == -1
 
 
 # ---- a write cuts its parts out of its lease ----
@@ -140,62 +130,20 @@ def test_a_lease_is_cut_up_by_its_write_and_the_rest_of_it_is_free_again(me, uni
     me.view(at, 9 * PAGE)[:] = 0
     me.view(at, 10)[:] = 5
     me.view(at + 4 * PAGE, PAGE + 1)[:] = 6
-    parts = [
-        ColumnHeader("b", row_layout(PAGE + 1), 1, offset=at + 4 * PAGE, nbytes=PAGE + 1),
-        ColumnHeader("a", row_layout(10), 1, offset=at, nbytes=10),
-    ]
-    write = Write(me.number(), indexes_of([7]), Columns(parts, lease=lease))
-    assert me.one(write) == Written(write.id)
-    me.commit(write.id)
+    me.commit(me.write_row(7, {"b": (at + 4 * PAGE, PAGE + 1), "a": (at, 10)}, lease))
     assert (of_arena(unit), unit.stats().held_nbytes) == ((3, 0, 0), PAGE + 11)
     assert me.values([7]) == {7: 5}
     me.delete(7)
     assert of_arena(unit) == (0, 0, 0)
 
 
-def part(offset: int, nbytes: int, rows: int = 1, **more) -> ColumnHeader:
-    return ColumnHeader("a", row_layout(nbytes), rows, offset=offset, nbytes=nbytes * rows, **more)
-
-
-BAD_PARTS = {
-    "beyond the end": lambda at: [part(at + PAGE, 3 * PAGE + 1)],
-    "before the beginning": lambda at: [part(at - PAGE, PAGE)],
-    "far away": lambda at: [part(at + (1 << 50), PAGE)],
-    "overlapping": lambda at: [part(at, 2 * PAGE), part(at + PAGE, PAGE)],
-    "overlapping within a page": lambda at: [part(at, 10), part(at + 16, 10)],
-    "the same twice": lambda at: [part(at, PAGE), part(at, PAGE)],
-    "not on a page": lambda at: [part(at + 8, PAGE)],
-    "of no bytes": lambda at: [ColumnHeader("a", row_layout(0), 1, offset=at, nbytes=0)],
-    "of fewer than no bytes": lambda at: [ColumnHeader("a", row_layout(8), 1, offset=at, nbytes=-PAGE), part(at, PAGE)],
-    "of another size than its rows": lambda at: [ColumnHeader("a", row_layout(8), 3, offset=at, nbytes=8)],
-    "of rows that the write does not name": lambda at: [part(at, 8, rows=5)],
-    "of no rows": lambda at: [ColumnHeader("a", row_layout(8), 0, offset=at, nbytes=8)],
-    "of rows out of order": lambda at: [part(at, PAGE, selection=0)],
-    "whose shapes are missing": lambda at: [ColumnHeader("a", ragged_layout("uint8", 1, 1), 1, offset=at, nbytes=8)],
-    "at positions of no table": lambda at: [part(at, 8, positions=3)],
-}
-
-
-@pytest.mark.parametrize("parts", BAD_PARTS.values(), ids=BAD_PARTS)
-def test_a_write_with_a_bad_part_is_refused_and_nothing_leaks(me, other, unit, parts):
-    other.put({100: 1})
-    lease, at = me.leased(4)
-    tables = [pack_indexes(np.zeros(1, np.int64))]
-    refused(me.one(Write(me.number(), indexes_of([1, 2]), Columns(parts(at), tables, lease))), "")
-    stats = unit.stats()
-    assert (of_arena(unit), stats.values, stats.uncommitted_nbytes) == ((1, 0, 0), 1, 0)
-    me.put({1: 3, 2: 4})
-    assert me.values([1, 2, 100]) == {1: 3, 2: 4, 100: 1}
-
-
 @pytest.mark.parametrize("number", [99, 1], ids=["never given", "another client's number"])
 def test_a_write_that_names_no_lease_of_its_own_is_refused_and_takes_nothing_of_others(me, other, unit, number):
     lease, at = other.leased(2)
     refused(me.one(me.written_at(at, number, {1: 1}, PAGE)), "which this client does not hold")
-    refused(me.one(Write(me.number(), indexes_of([1]), Columns([part(at, PAGE)]))), "not mapped here")
+    refused(me.one(me.written_at(at, None, {1: 1}, PAGE)), "not mapped here")
     assert of_arena(unit) == (2, 2, 0)
-    write = other.written_at(at, lease, {2: 2}, PAGE)
-    assert other.one(write) == Written(write.id)
+    assert is_written(other.one(other.written_at(at, lease, {2: 2}, PAGE)))
 
 
 def test_a_lease_is_good_for_one_write(me, unit):
@@ -220,7 +168,7 @@ def test_a_replacing_write_makes_room_when_it_is_committed_and_not_before(me, ot
     at = me.one(lease).offset
     assert other.ask(other.lease(5)) == []
     write = me.written_at(at, lease.id, {1: 2}, PAGE)
-    assert me.ask(write) == [UnitReply("me", Written(write.id))]
+    assert is_written(me.one(write))
     _, let_in = me.commit(write.id)
     assert (is_lease(let_in, "other"), of_arena(unit)) == (True, (6, 5, 0))
 
@@ -229,13 +177,13 @@ def test_a_write_that_uses_less_than_its_lease_lets_in_the_next(me, other, unit)
     lease, at = me.leased(9)
     assert other.ask(other.lease(5)) == []
     written, let_in = me.ask(me.written_at(at, lease, {1: 2}, PAGE))
-    assert (type(written.reply), is_lease(let_in, "other"), of_arena(unit)) == (Written, True, (6, 5, 0))
+    assert (is_written(written.reply), is_lease(let_in, "other"), of_arena(unit)) == (True, True, (6, 5, 0))
 
 
 def test_a_write_that_is_refused_lets_in_the_next(me, other, unit):
     lease, at = me.leased(9)
     assert other.ask(other.lease(5)) == []
-    failed, let_in = me.ask(Write(me.number(), indexes_of([1]), Columns([part(at + 1, PAGE)], lease=lease)))
+    failed, let_in = me.ask(me.written_at(at + 1, lease, {1: 1}, PAGE))
     refused(failed.reply, "not within what is left of its lease")
     assert (is_lease(let_in, "other"), of_arena(unit)) == (True, (5, 5, 0))
 
@@ -267,4 +215,4 @@ def test_what_a_session_stored_stays_after_its_end(me, other):
     me.put({1: 1})
     me.end()
     assert other.values([1]) == {1: 1}
-    assert other.delete(1) == [UnitReply("other", Deleted(2, 1))]
+    assert [answer.reply.values for answer in other.delete(1)] == [1]

@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tests.unit.storage.arena_kit import PAGE, ArenaClient, ArenaUnit, indexes_of, of_arena
-from transfer_queue.storage.messages import EndSession, LeasedMemory, Read, Written
-from transfer_queue.storage.wire import WireColumn
+from tests.unit.storage.arena_kit import PAGE, ArenaClient, ArenaUnit, bytes_of, is_written, of_arena
 
 
 @pytest.fixture
@@ -29,12 +28,7 @@ def writer(unit) -> ArenaClient:
     return ArenaClient(unit, "writer")
 
 
-def bytes_of(wire: WireColumn) -> bytes:
-    rows = np.arange(wire.rows) if wire.selection is None else wire.selection
-    return wire.data.reshape(-1, wire.layout.row_nbytes)[rows].tobytes()
-
-
-def pinned(client: ArenaClient, indexes: list[int]) -> tuple[int, list[WireColumn]]:
+def pinned(client: ArenaClient, indexes: list[int]) -> tuple[int, list[Any]]:
     """(call, what it pinned)"""
     answer, wires = client.read(indexes)
     assert answer.pinned
@@ -118,13 +112,13 @@ def test_a_client_without_a_mapping_is_answered_in_frames(me, writer, unit):
 
 def test_a_read_that_fails_pins_nothing(me, writer, unit):
     writer.put({1: 1})
-    assert me.one(Read(me.number(), indexes_of([1, 2]), ["a"], True)).code == "StorageKeyNotFoundError"
+    assert me.refusal_of_read([1, 2]) == "StorageKeyNotFoundError"
     assert of_arena(unit) == (1, 0, 0)
 
 
 def test_an_answer_in_frames_keeps_its_memory_until_it_is_sent(me, writer, unit):
     writer.put({1: 1})
-    (answer,) = me.ask(Read(me.number(), indexes_of([1]), ["a"]))
+    answer = me.unsent_read([1])
     writer.delete(1)
     writer.put({2: 2})
     assert (bytes(memoryview(answer.frames[0])), of_arena(unit)) == (row(1), (2, 0, 0))
@@ -142,7 +136,7 @@ class UnitMachine(RuleBasedStateMachine):
         self.stored: dict[int, int] = {}
         self.leases: list[tuple[str, int, int, int, int]] = []  # client, call, offset, pages, what fills it
         self.written: list[tuple[str, int, dict[int, int]]] = []  # client, call, values: not committed yet
-        self.pins: list[tuple[str, int, list[WireColumn], list[bytes]]] = []
+        self.pins: list[tuple[str, int, list[Any], list[bytes]]] = []
         self.filler = 0
         self.next_client = 3
 
@@ -157,7 +151,6 @@ class UnitMachine(RuleBasedStateMachine):
         client = self.client(number)
         lease = client.lease(pages)
         answer = client.one(lease)
-        assert isinstance(answer, LeasedMemory)
         if answer.offset >= 0:
             self.filler = self.filler % 250 + 1
             client.view(answer.offset, pages * PAGE)[:] = self.filler
@@ -170,7 +163,7 @@ class UnitMachine(RuleBasedStateMachine):
         nbytes = min(nbytes, pages * PAGE)
         values = dict.fromkeys(indexes[: pages * PAGE // nbytes], value)
         write = self.clients[name].written_at(offset, lease, values, nbytes)
-        assert self.clients[name].one(write) == Written(write.id)
+        assert is_written(self.clients[name].one(write))
         if commit:
             self.clients[name].commit(write.id)
             self.stored.update(values)
@@ -223,7 +216,7 @@ class UnitMachine(RuleBasedStateMachine):
         client = self.client(number)
         own = [(call, values) for name, call, values in self.written if name == client.name]
         client.end()
-        client.ask(EndSession(client.number(), client.name, [call for call, _ in own[:published]]))
+        client.end_session(client.name, [call for call, _ in own[:published]])
         for _, values in own[:published]:
             self.stored.update(values)
         self.written = [write for write in self.written if write[0] != client.name]
@@ -256,7 +249,7 @@ class UnitMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for client in self.clients.values():
             client.end()
-            client.ask(EndSession(client.number(), client.name))
+            client.end_session(client.name)
         ArenaClient(self.unit, "last").delete(*range(8))
         assert (of_arena(self.unit), self.unit.stats().uncommitted_nbytes) == ((0, 0, 0), 0)
 

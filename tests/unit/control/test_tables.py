@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ReadySet and ReadyView: what a plain sorted list would say, without touching more than the front."""
+"""The sets and tables that a plane is made of, each against the plain Python object that it stands for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from transfer_queue.control.ledger import Runs
 from transfer_queue.control.ready import ReadySet, ReadyView
+from transfer_queue.control.rows import RowState, RowTable
 
 ROWS = 5000
 
@@ -26,34 +28,6 @@ def view_of(numbers, size=ROWS):
     ready = ReadySet()
     ready.add(rows(*numbers))
     return ReadyView(ready, np.arange(size, dtype=np.int64) * 10)
-
-
-def test_rows_named_twice_or_known_count_once():
-    ready = ReadySet()
-    ready.add(rows(4, 2, 4))
-    ready.add(rows(2, 3))
-    assert (listed(ready), ready.count) == ([2, 3, 4], 3)
-    ready.discard(rows(3, 3, 9, 100_000))
-    assert (listed(ready), ready.count) == ([2, 4], 2)
-
-
-def test_rows_far_beyond_the_first_size_are_kept_in_order():
-    ready = ReadySet(np.zeros(10, dtype=np.bool_))
-    ready.add(rows(70_000, 1023, 1024, 0))
-    assert listed(ready) == [0, 1023, 1024, 70_000]
-    ready.discard(rows(1, 1024, 10**6))
-    assert (listed(ready), ready.count) == ([0, 1023, 70_000], 3)
-
-
-def test_hidden_rows_come_back_and_only_those_that_were_there():
-    ready = ReadySet()
-    ready.add(rows(*range(2000)))
-    ready.hide(rows(0, 1, 1999, 2500))
-    ready.hide(rows(1, 2))
-    assert (ready.count, listed(ready)[:2]) == (1996, [3, 4])
-    ready.unhide()
-    ready.unhide()
-    assert listed(ready) == list(range(2000))
 
 
 @settings(max_examples=80, deadline=None, print_blob=True)
@@ -95,23 +69,44 @@ def test_a_view_is_the_sorted_list_of_global_indexes(numbers, start, stop, step)
                 view[position]
 
 
-def test_a_view_answers_what_samplers_ask_of_a_list():
-    view = view_of([1, 3, 2000])
-    assert (20000 in view, 20 in view, view.index(30), view.count(10)) == (True, False, 1, 1)
-    assert all(type(index) is int for index in [*view, *view[:2], view[0]])
+@settings(max_examples=60, deadline=None, print_blob=True)
+@given(st.lists(st.tuples(st.sampled_from(["append", "kill", "compact"]), st.integers(1, 90)), max_size=25))
+def test_values_stay_with_their_index_whatever_is_appended_killed_and_compacted(steps):
+    table, model, last = RowTable(), {}, 0
+    table.add_column("value", np.int64)
+    for step, number in steps:
+        if step == "append":
+            indexes = np.arange(last, last + number)
+            rows = table.append(indexes, RowState.LIVE)
+            table.column("value")[rows] = indexes * 3
+            model.update({int(index): int(index) * 3 for index in indexes})
+            last += number + number % 3
+        elif step == "kill":
+            gone = [index for index in model if index % 7 < number % 7]
+            table.mark_dead(table.find(np.array(gone, dtype=np.int64))[0])
+            for index in gone:
+                del model[index]
+        else:
+            table.compact()
+            assert (table.size, table.num_dead) == (len(model), 0)
+        rows, hit = table.find(np.arange(last))
+        values = dict(zip(np.arange(last)[hit].tolist(), table.column("value")[rows[hit]].tolist(), strict=True))
+        assert values == model
+        assert table.num_dead == table.size - len(model)
 
 
-def test_the_front_is_read_without_looking_at_the_rest():
-    ready = ReadySet()
-    ready.add(np.arange(100_000))
-    touched = []
+def runs_of(numbers):
+    runs = Runs()
+    for number in numbers:
+        runs.add(number)
+    return runs
 
-    class Watched(np.ndarray):
-        def __getitem__(self, key):
-            result = super().__getitem__(key)
-            touched.append(len(result))
-            return result
 
-    view = ReadyView(ready, np.arange(100_000, dtype=np.int64).view(Watched))
-    assert view[:5] == [0, 1, 2, 3, 4]
-    assert sum(touched) < 5000
+@given(st.lists(st.integers(0, 40), max_size=40))
+def test_runs_are_a_set_of_numbers(numbers):
+    runs, members = runs_of(numbers), set(numbers)
+    assert [number for number in range(-1, 43) if number in runs] == sorted(members)
+    for number in range(43):
+        assert runs.below(number) == max((member + 1 for member in members if member < number), default=0)
+    assert runs.end() == max(members, default=-1) + 1
+    assert len(runs) == sum(number - 1 not in members for number in members)
