@@ -20,6 +20,7 @@ _NAMES_BY_MODULE = {
     "lightning_tq.fabric": ("FabricLoader",),
     "lightning_tq.producers.group": ("Producer", "ProducerError", "ProducerGroup"),
     "lightning_tq.producers.model_weights": ("Weights", "WeightsReader"),
+    "lightning_tq.prompts": ("feed_groups",),
     "lightning_tq.queue_config": ("QueueConfig",),
     "lightning_tq.rank_watchdog": ("RankGoneError",),
     "lightning_tq.stream": ("Stream",),

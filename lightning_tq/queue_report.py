@@ -28,14 +28,31 @@ _NOTHING: Holdings = dict.fromkeys(
 _UNITS_TIMEOUT_S = 5.0
 
 _SAMPLES = ("partition", "", "samples", "put/s", "task", "ready", "batches in flight", "consumed", "per s", "dropped")
+_GROUPS = ("groups of", "added", "are", "slots in use")
 _WAITING = ("waits", "since", "for", "held up by")
 _HOLDERS = ("holds", "reserved", "leases", "pins", "freezes", "leaves")
 _CLIENTS = (
     "client", "connections", "reservations", "reserved", "leases", "pins", "freezes", "leaves", "parked", "unreceived"
 )  # fmt: skip
 _UNITS = ("unit", "samples", "live", "held", "of", "arena", "spare", "leased", "uncommitted", "pins", "puts waiting")
-_LEFT = {"partition", "", "task", "waits", "for", "held up by", "unit", "holds", "client", "field", "dtype", "shape"}
-_LONG = {"", "for", "held up by"}
+_LEFT = {
+    "groups of",
+    "are",
+    "slots in use",
+    "partition",
+    "",
+    "task",
+    "waits",
+    "for",
+    "held up by",
+    "unit",
+    "holds",
+    "client",
+    "field",
+    "dtype",
+    "shape",
+}
+_LONG = {"", "are", "for", "held up by"}
 _RARE = {"dropped", "spare", "leased", "uncommitted", "puts waiting", *_HOLDERS[1:], *_CLIENTS[2:]}
 """Columns that are hidden while they are empty."""
 _FILE_WIDTH = 160
@@ -118,7 +135,9 @@ def _with_rates(partition: Numbers, earlier: Numbers, seconds: float) -> Numbers
         was = earlier.get("tasks", {}).get(name, {})
         tasks[name] = {**task, "consumed_per_s": _rate(task["done_total"], was.get("done_total", 0), seconds)}
     put_per_s = _rate(partition["put_total"], earlier.get("put_total", 0), seconds)
-    return {**partition, "put_per_s": put_per_s, "tasks": tasks}
+    groups = partition.get("groups")
+    told = {} if groups is None else {"groups": {**groups, "told": list(Finding.of_groups("", groups).held_up_by)}}
+    return {**partition, "put_per_s": put_per_s, "tasks": tasks, **told}
 
 
 def _rate(now: int, before: int, seconds: float) -> float | None:
@@ -147,6 +166,9 @@ def tables(report: Numbers) -> RenderableType:
     """One screen: a headline, samples by partition and task, waiting requests, holders, storage units, alarms."""
     findings = report["findings"]
     parts: list[RenderableType] = [_headline(report), table_of(_SAMPLES, list(_sample_rows(report)))]
+    groups = [(name, each["groups"]) for name, each in report["partitions"].items() if "groups" in each]
+    if groups:
+        parts.append(table_of(_GROUPS, [_group_row(name, own) for name, own in groups]))
     if waits := [_waiting_row(each) for each in findings if each["waits_for"]]:
         parts.append(table_of(_WAITING, waits))
     holders = [_holder_row(name, held, _HOLDERS) for name, held in report["clients"].items() if _holds(held)]
@@ -221,6 +243,11 @@ def _task_row(task: Numbers) -> list[str | Text]:
         _per_s(task["consumed_per_s"]),
         Text(f"{task['dropped']:,}", style="yellow" if task["dropped"] else ""),
     ]
+
+
+def _group_row(name: str, groups: Numbers) -> list[str | Text]:
+    slots = [f"{task}: {each['used']:,} of {each['budget']:,}" for task, each in groups["slots"].items()]
+    return [name, f"{groups['added']:,}", ", ".join(groups["told"]), ", ".join(slots)]
 
 
 def _waiting_row(finding: Numbers) -> list[str | Text]:

@@ -35,7 +35,7 @@ class Finding:
 
     kind: str
     """A wait is a "fetch", "put" or "keys". What went wrong: "gone" (producers), "lost" (values), "unit", "storage" or
-    "sampler". "training" says what limits a run."""
+    "sampler". "training" says what limits a run, "groups" what became of those of a partition."""
     names: tuple[object, ...] = ()
     """Which one of its kind. They stay the same while numbers change."""
     what: str
@@ -74,6 +74,15 @@ class Finding:
         slower = f"took {times:.1f} times as long as" if times < 100 else "took far longer than"
         waited = f"was the bottleneck: it {slower} training, which waited for samples in {share:.0%} of its time"
         return cls(kind="training", what="generation", held_up_by=(waited,))
+
+    @classmethod
+    def of_groups(cls, partition: str, groups: Numbers) -> Finding:
+        """What became of a partition's groups.
+
+        Args:
+            groups: ``client.get_stats()["partitions"][partition]["groups"]``, which is there if it has any.
+        """
+        return cls(kind="groups", names=(partition,), what=f"groups of {partition!r}:", held_up_by=_states_of(groups))
 
 
 def diagnose(stats: Numbers, units: Sequence[Numbers] = (), units_error: str | None = None) -> list[Finding]:
@@ -178,6 +187,9 @@ def _wait(stats: Numbers, waiting: Numbers) -> Finding:
     partition = stats["partitions"].get(name)
     if partition is None:
         return _fetch({**waiting, "elsewhere": _holds(stats["partitions"])})
+    groups = partition.get("groups", {})
+    if waiting["task"] in groups.get("slots", ()):
+        return _fetch({**waiting, "groups": groups, "sealed": partition["sealed"]})
     lost = {field: count for field, count in partition["lost"].items() if field in waiting["fields"]}
     known = {of: partition[own] for of, own in _OF_THE_PARTITION.items()}
     return _fetch({**waiting, **known, "lost": lost, **({} if partition["put_total"] else {"last_published_s": None})})
@@ -224,9 +236,13 @@ def _kept(partition: Numbers) -> dict[str, tuple[int, int]]:
 def _fetch(told: Numbers) -> Finding:
     """``told``: one of ``get_stats()["waiting"]`` and what is known of its partition, or a reply and what was asked."""
     task, partition = told["task"], told["partition"]
+    waits_for, causes, remedies = _samples_of(told), _causes, _remedies
+    if told.get("groups") and not told.get("refused"):
+        count = told["groups"]["slots"].get(task, {"per_step": 0})["per_step"]
+        waits_for, causes, remedies = f"{count:,} group{'s' * (count != 1)} of {partition!r}", _of_groups, _for_groups
     return Finding(
-        kind="fetch", names=(task, partition), what=f"task {task!r}", waits_for=_samples_of(told),
-        age_s=told["waited_s"], held_up_by=tuple(_causes(told)), to_do=tuple(_remedies(told)),
+        kind="fetch", names=(task, partition), what=f"task {task!r}", waits_for=waits_for,
+        age_s=told["waited_s"], held_up_by=tuple(causes(told)), to_do=tuple(remedies(told)),
         client=told.get("client", ""),
     )  # fmt: skip
 
@@ -291,6 +307,58 @@ def _unknown(told: Numbers) -> list[str]:
     """Fields that no sample has, where there are samples."""
     known = told.get("known_fields")
     return [name for name in told["fields"] if known and name not in known]
+
+
+# ---- groups ----
+
+_STATES = {
+    "ready": "ready", "running": "running", "waiting": "waiting for a worker", "closed": "without a tag or field",
+    "drawn": "in training", "failed": "failed", "expired": "expired", "stale": "too old",
+}  # fmt: skip
+
+
+def _states_of(groups: Numbers) -> tuple[str, ...]:
+    """Such as ("12 ready", "3 running (oldest 41 min, worker-7)")."""
+    states, oldest = groups["states"], groups["oldest"]
+    clauses = {state: f"{states[state]:,} {word}" for state, word in _STATES.items() if states.get(state)}
+    if "running" in clauses and oldest is not None:
+        clauses["running"] += f" (oldest {_age(oldest['age_s'])}, {oldest['worker']})"
+    return *clauses.values(), *(f"{count:,} rejected by {gate}" for gate, count in groups["rejected"].items())
+
+
+def _of_groups(told: Numbers) -> Iterator[str]:
+    yield from _states_of(told["groups"]) or ("there are none",)
+    slots = told["groups"]["slots"].get(told["task"])
+    if slots is not None and slots["used"] >= slots["budget"]:
+        yield f"{slots['used']:,} of {slots['budget']:,} slots in use"
+    if told.get("sealed"):
+        yield "the partition is sealed"
+
+
+def _for_groups(told: Numbers) -> Iterator[str]:
+    """What may help a task that waits for groups, by what there is most of."""
+    states, task = told["groups"]["states"], told["task"]
+    slots = told["groups"]["slots"].get(task, {"used": 0, "budget": 1})
+    if states.get("running"):
+        yield from ("look at the worker of the oldest group", "set deadline_s (add_groups)")
+    elif states.get("closed"):
+        yield "put the fields of the fetch, and the tags of the gate, for all rows of a group"
+    elif states.get("waiting") and slots["used"] < slots["budget"]:
+        yield "start workers that lease groups"
+    elif slots["used"] >= slots["budget"]:
+        yield from ("let the trainer say what it has trained (client.advance)", f"raise ahead of {task!r}")
+    elif not states.get("waiting"):
+        yield "add groups"
+    if told["groups"]["rejected"]:
+        yield "loosen the gate"
+    yield "wait longer (timeout_s)"
+
+
+def _age(seconds: float) -> str:
+    for unit, size in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= size * (1 if unit == "min" else 2):
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 # ---- words ----

@@ -87,7 +87,7 @@ def main() -> None:
     sampler = tq.GroupSampler(groups=GROUPS)
     client.register_task("update_actor", sampler)
     heads = {"seed": torch.randint(1 << 30, (options.steps * GROUPS,))}  # a secret number each
-    client.add_groups(heads, "train", parts=EPISODES, worker_attempts=100, tasks=["update_actor"])
+    client.add_groups(heads, "train", parts=EPISODES, tasks=["update_actor"])
     client.seal_partition("train")
     workers = Workers(options.workers, options.turns_to_live)
     report = Report(options.folder)

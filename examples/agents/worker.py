@@ -14,6 +14,8 @@ from examples.agents.game import Episode
 from examples.agents.policy import Policy
 from lightning_tq import WeightsReader
 
+_chance = random.Random()  # textarena seeds the global one
+
 
 def work(turns_to_live: int = 0) -> None:
     """Play until no group needs an episode.
@@ -51,5 +53,5 @@ def play(lease: tq.Lease, episode: Episode, policy: Policy, turns_to_live: int) 
             lease.close(row, tags)
         else:
             lease.put(row, tags)
-            if turns_to_live and random.random() < 1 / turns_to_live:
+            if turns_to_live and _chance.random() < 1 / turns_to_live:
                 os.kill(os.getpid(), signal.SIGKILL)  # as if its machine had failed

@@ -10,13 +10,11 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 
-from transfer_queue import BatchMeta
+from lightning_tq import TQBatch
 
 from .losses import LossConfig, group_advantages, policy_loss
 from .model import Policy, PolicyConfig
-from .publisher import plan_of
-from .tasks import make_tasks, score
-from .vocabulary import decode
+from .tasks import Task, make_tasks
 from .warmup import WarmupConfig, accuracy, warm_up
 
 
@@ -26,11 +24,11 @@ class Actor(L.LightningModule):
     Args:
         learning_rate: Peak of the schedule, which rises over ``ramp_steps`` steps and then falls linearly to
             ``final_share`` of the peak. Without the fall, the last steps undo part of what was learned.
-        seed: Seed of all tasks, also in the rollouts.
+        seed: Seed of the tasks of warm-up and validation.
         policy: Size of the policy.
         loss: Clipping and entropy.
         warmup: Length of the warm-up.
-        validation_tasks: Number of held-out tasks to measure the warm-up's accuracy. The rollouts use the same tasks.
+        validation_tasks: Number of held-out tasks, which are answered after the warm-up and each epoch.
     """
 
     def __init__(
@@ -63,8 +61,7 @@ class Actor(L.LightningModule):
         if stage != "fit" or not self.trainer.is_global_zero or self.trainer.ckpt_path is not None:
             return
         warm_up(self.policy, self.seed, config=self.warmup_config)
-        held_out = make_tasks("validation", self.validation_tasks, self.seed)
-        self.warmup_accuracy.fill_(accuracy(self.policy, held_out))
+        self.warmup_accuracy.fill_(accuracy(self.policy, self._held_out()))
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         optimizer = torch.optim.AdamW(
@@ -83,15 +80,16 @@ class Actor(L.LightningModule):
 
     # ---- training ----
 
-    def training_step(self, batch: tuple[Any, BatchMeta], batch_idx: int) -> Tensor:
+    def training_step(self, batch: TQBatch, batch_idx: int) -> Tensor:
         data, meta = batch
-        plan = plan_of(self.trainer, self.seed)
+        prompts = batch.heads["prompt"][meta.group_index]  # one per group
+        rewards = torch.tensor([tags["reward"] for tags in meta.custom_meta], device=self.device)
         positions = torch.arange(data["responses"].shape[1], device=self.device)
-        log_probs, entropy = self.policy.token_log_probs(data["prompts"], data["responses"])
+        log_probs, entropy = self.policy.token_log_probs(prompts, data["responses"])
         result = policy_loss(
             log_probs,
             data["old_log_probs"],
-            group_advantages(data["rewards"], plan.answers_per_prompt),
+            group_advantages(rewards, meta.size // len(batch.heads)),
             positions < data["lengths"][:, None],
             entropy,
             self.loss_config,
@@ -100,7 +98,7 @@ class Actor(L.LightningModule):
         self.log_dict(
             {
                 "train/loss": result.loss.detach(),
-                "train/reward": data["rewards"].mean(),
+                "train/reward": rewards.mean(),
                 "train/staleness": sum(staleness) / len(staleness),
                 "train/staleness_max": float(max(staleness)),
                 "train/answers": float(meta.size),
@@ -110,11 +108,11 @@ class Actor(L.LightningModule):
         )
         return result.loss
 
-    # ---- validation ----
+    def on_train_batch_end(self, *_: Any) -> None:
+        """After an epoch, answer the held-out tasks with the current weights, greedily."""
+        if self.trainer.is_last_batch:
+            share = accuracy(self.policy, self._held_out())
+            self.log("val/accuracy", share, on_step=False, on_epoch=True, prog_bar=True, sync_dist=True)
 
-    def validation_step(self, batch: tuple[Any, BatchMeta], batch_idx: int) -> None:
-        """Answer greedily with the current weights, so the validation is never stale."""
-        data, meta = batch
-        answers = self.policy.generate(data["prompts"], temperature=0.0).tokens
-        right = [score(entry, decode(answer)) == 1.0 for entry, answer in zip(data["entry"], answers, strict=True)]
-        self.log("val/accuracy", sum(right) / len(right), batch_size=meta.size, prog_bar=True, sync_dist=True)
+    def _held_out(self) -> list[Task]:
+        return make_tasks("validation", self.validation_tasks, self.seed)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same run on a Ray cluster: trainer, rollout and reward are actors, which Ray places on its nodes.
+"""The same run on a Ray cluster: the trainer and its producers are actors, which Ray places on its nodes.
 
 ``python -m examples.grpo.ray_main [--trainer.max_epochs=3 ...]`` takes the options of ``lightning-tq fit``.
 """
@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,7 @@ import ray
 import yaml
 
 import transfer_queue as tq
-from lightning_tq import cli
 from lightning_tq.queue_config import as_queue_config
-
-from .reward import reward
-from .rollout import rollout
 
 CONFIGS = [Path(__file__).parents[2] / "configs" / name for name in ("grpo.yaml", "grpo_ray.yaml")]
 
@@ -28,23 +24,23 @@ CONFIGS = [Path(__file__).parents[2] / "configs" / name for name in ("grpo.yaml"
 class Worker:
     """A process somewhere in the cluster. Whatever it runs finds the queue by itself."""
 
-    def run(self, work: Callable[..., Any], *args: Any, **settings: Any) -> Any:
-        return work(*args, **settings)
+    def run(self, target: str, **settings: Any) -> Any:
+        module, _, function = target.partition(":")
+        return getattr(import_module(module), function)(**settings)
 
 
 def main(options: list[str]) -> int:
     """Start the queue and the actors, wait for the training. Returns the exit code of ``lightning-tq fit``."""
     ray.init(ignore_reinit_error=True)
     of_the_run, on_ray = (yaml.safe_load(config.read_text())["data"] for config in CONFIGS)
-    settings = {each["target"].rpartition(":")[2]: each.get("args", {}) for each in of_the_run["producers"]}
     tq.init(as_queue_config(on_ray["queue"]).conf())
-    workers = [Worker.options(num_cpus=0.5).remote() for _ in (rollout, reward)]
+    workers = [Worker.options(num_cpus=0.5).remote() for _ in of_the_run["producers"]]
     try:
-        for worker, work in zip(workers, (rollout, reward), strict=True):
-            worker.run.remote(work, **settings[work.__name__])
+        for worker, producer in zip(workers, of_the_run["producers"], strict=True):
+            worker.run.remote(producer["target"], **producer.get("args", {}))
         trainer = Worker.options(num_cpus=1).remote()
         fit = ["fit", *(f"--config={config}" for config in CONFIGS), *options]
-        return int(ray.get(trainer.run.remote(cli.main, fit)))
+        return int(ray.get(trainer.run.remote("lightning_tq.cli:main", args=fit)))
     finally:
         for worker in workers:
             ray.kill(worker)

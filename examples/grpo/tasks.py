@@ -10,6 +10,8 @@ from functools import cache
 from itertools import islice
 from typing import Any, Literal
 
+from .vocabulary import encode_prompts
+
 Split = Literal["train", "validation"]
 
 VALIDATION_SHARE = 5
@@ -68,6 +70,14 @@ def make_tasks(split: Split, count: int, seed: int, difficulty: Difficulty | Non
             "Request fewer, or more terms or digits."
         )
     return list(islice(_distinct(drawn), count))
+
+
+def training_rows(seed: int) -> Iterator[dict[str, Any]]:
+    """Endless training tasks for ``lightning_tq.prompts:feed``: the encoded prompt, and the entry for the scorer."""
+    difficulty = Difficulty()
+    for task in _draw(seed, difficulty):
+        if split_of(task.prompt) == "train":
+            yield {"prompt": encode_prompts([task.prompt], difficulty.prompt_width)[0], "entry": task.entry}
 
 
 def split_of(prompt: str) -> Split:

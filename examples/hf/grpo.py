@@ -11,7 +11,7 @@ from jsonargparse import auto_cli
 from torch import Tensor
 
 import transfer_queue as tq
-from lightning_tq import Producer, PublishWeights, StalenessGuard, Stream, TQDataModule
+from lightning_tq import Producer, PublishWeights, Stream, TQDataModule
 
 from .models import TINY, load_model, load_tokenizer, token_log_probs
 from .reward import reward
@@ -75,12 +75,11 @@ def main(
             partition="train",
             task="update_actor",
             fields=["prompts", "responses", "old_log_probs", "rewards"],
-            batch_size=prompts * group,
             num_batches=steps,
-            sampler=tq.GRPOGroupNSampler(n_samples_per_prompt=group),
-            clear_consumed=["reward"],
+            sampler=tq.GroupSampler(groups=prompts, max_staleness=1, stale="wait"),
         ),
         producers=[
+            Producer(target="examples.hf.rollout:feed", args={"model": model, "count": (steps + 1) * prompts}),
             Producer(target=rollout, args=generation, count=rollouts),
             Producer(target=reward, args={"group": group}),
         ],
@@ -89,7 +88,7 @@ def main(
     publish = PublishWeights(module="policy", include=["*lora_*"] if lora else None)
     trainer = L.Trainer(
         max_epochs=1,
-        callbacks=[publish, StalenessGuard(max_staleness=1)],
+        callbacks=[publish],
         logger=False,
         enable_checkpointing=False,
         gradient_clip_val=1.0,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -11,7 +12,7 @@ from tensordict import NonTensorStack
 from torch import Tensor
 
 import transfer_queue as tq
-from lightning_tq import Pacer, WeightsReader
+from lightning_tq import WeightsReader, feed_groups
 
 from .models import jagged, load_model, load_tokenizer, token_log_probs
 from .questions import encode_question, make_questions
@@ -71,28 +72,33 @@ def rollout(model: str, lora: bool, prompts: int, group: int, max_tokens: int, w
     fill(GenerateEngine(model, lora, max_tokens), load_tokenizer(model), prompts, group, worker)
 
 
+def feed(model: str, count: int) -> None:
+    """Questions, as prompts of groups. Runs in a process of its own."""
+    tokenizer = load_tokenizer(model)
+    questions = [question for question, _ in make_questions(count, random.Random(0))]
+    rows = ({"prompt": torch.tensor(encode_question(tokenizer, question))} for question in questions)
+    feed_groups(rows, "train", tasks=["update_actor"])
+
+
 def fill(engine: Engine, tokenizer: Any, prompts: int, group: int, worker: int) -> None:
-    """Put answers to ``prompts`` questions at a time, ``group`` for each, for as long as the trainer wants them."""
-    client, weights, pacer = tq.get_client(), WeightsReader(), Pacer()
-    generator, version = random.Random(worker), -1
+    """Answer up to ``prompts`` questions at a time, ``group`` times each, for as long as the trainer wants answers."""
+    client, weights, version = tq.get_client(), WeightsReader(), -1
     torch.manual_seed(worker)
-    try:
+    with suppress(tq.EndOfPartitionError):  # the training is over
         while True:
-            least = pacer.admit(prompts * group)  # waits rather than running too far ahead
-            newest = weights.latest(least)
+            leases = client.lease("train", prompts)
+            newest = weights.latest(least=leases[-1].version or 0)
             if newest.version != version:
                 engine.load(newest.state_dict)
                 version = newest.version
-            questions = [encode_question(tokenizer, question) for question, _ in make_questions(prompts, generator)]
+            questions = [lease.head["prompt"].unbind()[0].tolist() for lease in leases]
             answers = engine.answer(questions, group)
             texts = tokenizer.batch_decode(answers.tokens, skip_special_tokens=True)
-            data = {
-                "prompts": jagged([torch.tensor(tokens) for tokens in questions for _ in range(group)]),
-                "responses": jagged(answers.tokens),
-                "old_log_probs": jagged(answers.log_probs),
-                "answers": NonTensorStack(*texts),
-            }
-            with pacer.turn():
-                client.put(data, partition_id="train", tags=[{"policy_version": version}] * len(texts))
-    except tq.EndOfPartitionError:
-        pass  # the training is over
+            for at, lease in enumerate(leases):
+                own = slice(at * group, (at + 1) * group)
+                lease.close({
+                    "prompts": jagged([torch.tensor(questions[at])] * group),
+                    "responses": jagged(answers.tokens[own]),
+                    "old_log_probs": jagged(answers.log_probs[own]),
+                    "answers": NonTensorStack(*texts[own]),
+                })  # fmt: skip

@@ -77,8 +77,18 @@ class FitReport(Callback):
         limit = replace(limit, to_do=tuple(_advice(run.train_reader().stream, limit)))
         rank_zero_info(
             f"Queue: {counted(self._batches, 'batch', 'batches')} in {elapsed:.1f} s without validation, the first one "
-            f"after {self._until_first_s:.1f} s; {limit}"
+            f"after {self._until_first_s:.1f} s; {limit}{_of_groups(run)}"
         )
+
+
+def _of_groups(run: Run) -> str:
+    """What became of the groups of the last partition; "" without any."""
+    name = run.train_reader().progress.partition
+    groups = run.client.get_stats()["partitions"].get(name, {}).get("groups")
+    if name is None or groups is None:
+        return ""
+    said = str(Finding.of_groups(name, groups))
+    return f" {said[0].upper()}{said[1:]}"
 
 
 def _advice(stream: Stream, limit: Finding) -> Iterator[str]:

@@ -27,7 +27,10 @@ class QueueMonitor(Callback):
     - ``queue/starved``: share of the time since then, without validation, that training spent waiting.
     - ``queue/ready``: samples that are ready for the training task now.
     - ``queue/in_flight``: batches that all ranks have drawn and not trained yet.
-    - ``queue/staleness``: mean age of the batch's samples in versions, if they have the tag.
+    - ``queue/staleness``: mean age of the batch's samples in versions: from the first lease of a sample's group, or
+      from its tag, to the step that trains it.
+    - ``staleness/mean`` and ``staleness/max``, the same of a batch of groups, and ``staleness/dropped``, how many
+      groups of the partition were dropped because they got too old.
 
     The progress bar shows three of them: ``ready``, ``wait_s`` and ``stale``. Long waits with nothing ready mean that
     generation is slow. Ready samples and no waits mean that training is slow.
@@ -57,13 +60,14 @@ class QueueMonitor(Callback):
         self.tag = tag
         self._batches = 0
         self._since_values, self._since_first = TrainingClock(), TrainingClock()
-        self._staleness: float | None = None
+        self._ages: list[int] = []
+        self._of_groups = False
         self._started: float | None = None
         self._history = History()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         run_of(trainer, "QueueMonitor")
-        self._batches, self._started, self._staleness = 0, None, None
+        self._batches, self._started, self._ages = 0, None, []
         self._since_values.restart(0.0)
         self._history = History()
 
@@ -79,8 +83,10 @@ class QueueMonitor(Callback):
         if self._started is None:
             self._started = time.perf_counter()
             self._since_first.restart(run_of(trainer).train_reader().waited_s)
-        is_whole = isinstance(batch, TQBatch)  # a hook may have taken its metadata
-        self._staleness = _mean_age(batch.meta, self.tag, trainer.global_step) if is_whole else None
+        self._ages, self._of_groups = [], False
+        if isinstance(batch, TQBatch):  # a hook may have taken its metadata
+            self._of_groups = bool(batch.meta.group_versions)
+            self._ages = _ages(batch.meta, self.tag, trainer.global_step)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -90,9 +96,14 @@ class QueueMonitor(Callback):
             return
         run = run_of(trainer)
         reader = run.train_reader()
-        values = {**self._timing(reader), **_counts(run.client.get_stats(), reader, run.topology.dp_size)}
-        if self._staleness is not None:
-            values["queue/staleness"] = self._staleness
+        stats = run.client.get_stats()
+        values = {**self._timing(reader), **_counts(stats, reader, run.topology.dp_size)}
+        staleness = sum(self._ages) / len(self._ages) if self._ages else None
+        if staleness is not None:
+            values["queue/staleness"] = staleness
+        if staleness is not None and self._of_groups:
+            values |= {"staleness/mean": staleness, "staleness/max": float(max(self._ages))}
+            values["staleness/dropped"] = _dropped(stats, reader)
         for name, value in values.items():
             pl_module.log(name, value, on_step=True, on_epoch=False, rank_zero_only=True)
             if name in _ON_THE_BAR:  # a name that leaves room for others
@@ -102,7 +113,7 @@ class QueueMonitor(Callback):
                 )
         assert self._started is not None, "the batch has started"
         now = time.perf_counter() - self._started
-        self._history.add(Point(now, values["queue/ready"], values["queue/starved"], self._staleness))
+        self._history.add(Point(now, values["queue/ready"], values["queue/starved"], staleness))
 
     def _timing(self, reader: StreamReader) -> dict[str, float]:
         elapsed, waited = self._since_values.read(reader.waited_s)
@@ -118,11 +129,19 @@ class QueueMonitor(Callback):
             draw(self._history.points, title[0].upper() + title[1:], Path(self.plot))
 
 
-def _mean_age(meta: BatchMeta, tag: str, version: int) -> float | None:
-    """Mean of ``version`` minus the samples' own version, padding rows excluded; None if no sample has one."""
-    made = [tags.get(tag) for tags, padding in zip(meta.custom_meta, meta.padding_mask, strict=True) if not padding]
-    ages = [version - each for each in made if isinstance(each, int)]
-    return sum(ages) / len(ages) if ages else None
+def _ages(meta: BatchMeta, tag: str, version: int) -> list[int]:
+    """``version`` minus that of each sample's group, or minus the sample's own, padding rows excluded."""
+    if meta.heads is not None and meta.group_versions:
+        made = [meta.group_versions.get(head) for head in meta.heads]
+    else:
+        made = [tags.get(tag) for tags, pad in zip(meta.custom_meta, meta.padding_mask, strict=True) if not pad]
+    return [version - each for each in made if isinstance(each, int)]
+
+
+def _dropped(stats: dict[str, Any], reader: StreamReader) -> float:
+    """Groups of the partition that are read no more, because they got too old."""
+    groups = stats["partitions"].get(reader.progress.partition, {}).get("groups", {})
+    return float(groups.get("states", {}).get("stale", 0))
 
 
 def _counts(stats: dict[str, Any], reader: StreamReader, dp_size: int) -> dict[str, float]:

@@ -14,29 +14,31 @@ import pytest
 pytest.importorskip("reasoning_gym")
 pytest.importorskip("matplotlib")
 
+from examples.grpo import compare
+
 ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("lightning-tq")
 SMALL = {
     "trainer.max_epochs": 2,
     "data.train.num_batches": 3,
-    "data.train.batch_size": 64,
-    "data.val.batch_size": 64,
+    "data.train.sampler.init_args.groups": 8,
     "model.warmup.steps": 10,
 }
 
 
-def run(folder: Path, **trainer: str | int) -> str:
-    """Run it and return its output. Its files are in ``folder / "grpo"``."""
+def run(folder: Path, *more: str, **trainer: str | int) -> str:
+    """Run it, with more configurations, and return its output. Its files are in ``folder / "grpo"``."""
     options = {**SMALL, "trainer.logger.init_args.save_dir": folder}
     options.update({f"trainer.{name}": value for name, value in trainer.items()})
-    command = [COMMAND, "fit", "--config=configs/grpo.yaml", *(f"--{name}={options[name]}" for name in options)]
+    configs = [f"--config=configs/{name}" for name in ("grpo.yaml", *more)]
+    command = [COMMAND, "fit", *configs, *(f"--{name}={options[name]}" for name in options)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def metric(folder: Path, name: str) -> list[float]:
-    with (folder / "grpo" / "version_0" / "metrics.csv").open(newline="") as file:
+def metric(folder: Path, name: str, run: str = "grpo") -> list[float]:
+    with (folder / run / "version_0" / "metrics.csv").open(newline="") as file:
         return [float(row[name]) for row in csv.DictReader(file) if row[name]]
 
 
@@ -58,10 +60,27 @@ def test_the_main_job_trains_on_fresh_answers_validates_each_epoch_and_reports(t
     assert all(seconds >= 0.0 for seconds in metric(tmp_path, "queue/wait_s"))
 
 
+@pytest.mark.programs
+@pytest.mark.timeout(300)
+def test_the_gate_trains_no_group_of_equal_rewards_and_compare_draws_both_runs(tmp_path):
+    run(tmp_path)
+    run(tmp_path, "grpo_dapo.yaml")
+    assert len(metric(tmp_path, "train/reward", "grpo_dapo")) == 6
+    curves = {name: compare.read(tmp_path, name) for name in compare.RUNS}
+    assert [prompts for prompts, _ in curves["grpo_dapo"]] == [0, 3 * 64, 6 * 64]
+    compare.main(str(tmp_path))
+    assert (tmp_path / "grpo_compared.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_prompts_until_an_accuracy_are_those_of_its_first_time():
+    assert compare.prompts_until([(0, 0.3), (64, 0.6), (128, 0.5)], 0.5) == 64
+    assert compare.prompts_until([(0, 0.3)], 0.5) is None
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_two_data_parallel_ranks_train_on_twice_the_answers_in_as_many_steps(tmp_path):
+def test_two_data_parallel_ranks_share_the_groups_of_each_step(tmp_path):
     printed = summary(run(tmp_path, devices=2, strategy="ddp"))
     assert printed["optimizer steps"] == "6"
-    assert printed["answers trained on"] == str(2 * 6 * 64)
+    assert printed["answers trained on"] == str(6 * 64)
     assert max(metric(tmp_path, "train/staleness_max")) <= 1.0

@@ -300,3 +300,17 @@ def test_a_look_that_is_cancelled_in_the_moment_of_its_answer_ends_so():
         asyncio.run(cancel_with_the_answer(tq.get_client()))
     finally:
         tq.close()
+
+
+def test_groups_are_listed_with_their_states_the_oldest_work_and_slots() -> None:
+    oldest = {"worker": "rollout-7", "key": "q1", "age_s": 2470.0}
+    groups = {
+        "added": 40, "states": {"ready": 12, "running": 3}, "rejected": {"std(reward) > 0": 5}, "oldest": oldest,
+        "slots": {"learn": {"used": 15, "budget": 16, "per_step": 8}},
+    }  # fmt: skip
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(tables(make_report("a", snapshot(1.0, {"groups": groups}))))
+    (line,) = [line for line in shown.get().splitlines() if "rollout-7" in line]
+    told = "12 ready, 3 running (oldest 41 min, rollout-7), 5 rejected by std(reward) > 0"
+    assert [told in line, line.startswith("train"), " 40 " in line, "learn: 15 of 16" in line] == [True] * 4

@@ -21,13 +21,12 @@ ROOT = Path(__file__).parents[2]
 SMALL = {
     "trainer.max_epochs": 2,
     "data.train.num_batches": 3,
-    "data.train.batch_size": 64,
-    "data.val.batch_size": 64,
+    "data.train.sampler.init_args.groups": 8,
     "model.warmup.steps": 10,
 }
 
 
-def test_trainer_rollout_and_reward_are_actors_of_one_run(tmp_path: Path) -> None:
+def test_trainer_feeder_and_rollout_are_actors_of_one_run(tmp_path: Path) -> None:
     options = [f"--{name}={value}" for name, value in SMALL.items()]
     done = subprocess.run(
         [sys.executable, "-m", "examples.grpo.ray_main", *options, f"--trainer.logger.init_args.save_dir={tmp_path}"],

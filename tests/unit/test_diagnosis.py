@@ -212,3 +212,47 @@ def test_who_keeps_a_queue_full() -> None:
 )
 def test_what_limits_a_run_follows_from_the_share_of_waits(elapsed_s: float, waited_s: float, says: str) -> None:
     assert Finding.of_training(elapsed_s, waited_s).statement == says
+
+
+GROUPS: dict[str, Any] = {
+    "added": 40, "states": {"waiting": 12, "ready": 12, "running": 3}, "rejected": {"std(reward) > 0": 5},
+    "oldest": {"worker": "rollout-7", "key": "q1", "age_s": 2470.0},
+    "slots": {"learn": {"used": 16, "budget": 16, "per_step": 16}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("own", "text"),
+    [
+        ({}, "12 ready, 3 running (oldest 41 min, rollout-7), 12 waiting for a worker, 5 rejected by std(reward) > 0, "
+         "16 of 16 slots in use. Look at the worker of the oldest group, set deadline_s (add_groups), loosen the gate, "
+         "or wait longer (timeout_s)."),
+        ({"states": {}, "rejected": {}, "slots": {"learn": {"used": 0, "budget": 16, "per_step": 16}}},
+         "there are none. Add groups, or wait longer (timeout_s)."),
+        ({"states": {"drawn": 16}, "rejected": {}}, "16 in training, 16 of 16 slots in use. Let the trainer say what "
+         "it has trained (client.advance), raise ahead of 'learn', or wait longer (timeout_s)."),
+        ({"states": {"closed": 9}, "rejected": {}, "slots": {"learn": {"used": 9, "budget": 16, "per_step": 16}}},
+         "9 without a tag or field. Put the fields of the fetch, and the tags of the gate, for all rows of a group, "
+         "or wait longer (timeout_s)."),
+        ({"states": {"waiting": 9}, "rejected": {}, "slots": {"learn": {"used": 9, "budget": 16, "per_step": 16}}},
+         "9 waiting for a worker. Start workers that lease groups, or wait longer (timeout_s)."),
+    ],
+)  # fmt: skip
+def test_a_wait_for_groups_says_what_becomes_of_them(own: dict[str, Any], text: str) -> None:
+    groups = {**GROUPS, **own}
+    wait = f"task 'learn' waited 3.2 s for 16 groups of 'train': {text}"
+    assert said(stats([FETCH], groups=groups)) == [wait]
+    reply = NotReady(0, 16, 1, 8, groups=groups)
+    assert str(not_ready(reply, "learn", "train", ["x"], 3.21)) == wait
+
+
+def test_a_task_that_draws_samples_is_told_of_samples_where_there_are_groups() -> None:
+    (text,) = said(stats([{**FETCH, "task": "reward"}], groups=GROUPS))
+    assert text.startswith("task 'reward' waited 3.2 s for 4 samples of 'train': 1 ready")
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(12.4, "12 s"), (90.0, "2 min"), (7100.0, "118 min"), (9000.0, "2 h")])
+def test_groups_are_summed_up_with_the_oldest_work(seconds: float, shown: str) -> None:
+    oldest = {"worker": "rollout-7", "key": "q1", "age_s": seconds}
+    found = Finding.of_groups("train", {**GROUPS, "states": {"running": 2}, "rejected": {}, "oldest": oldest})
+    assert str(found) == f"groups of 'train': 2 running (oldest {shown}, rollout-7)."

@@ -83,7 +83,7 @@ class TransferQueueClient(AsyncTransferQueueClient):
     advance = blocking(AsyncTransferQueueClient.async_advance)
     note_trained = blocking(AsyncTransferQueueClient.async_note_trained)
     retry_groups = blocking(AsyncTransferQueueClient.async_retry_groups)
-    reject_groups = blocking(AsyncTransferQueueClient.async_reject_groups)
+    reject = blocking(AsyncTransferQueueClient.async_reject)
     get_heads = blocking(AsyncTransferQueueClient.async_get_heads)
     save_checkpoint = blocking(AsyncTransferQueueClient.async_save_checkpoint)
     load_checkpoint = blocking(AsyncTransferQueueClient.async_load_checkpoint)

@@ -125,10 +125,22 @@ class ClientBase:
         return found
 
     def close(self) -> None:
-        """End the session. Idempotent."""
+        """End the session; what was put stays, and so do values that were read. Idempotent.
+
+        Examples:
+            >>> from transfer_queue.client import connect
+            >>> other = connect("evaluation", tq.init())  # another client of the same queue
+            >>> other.get_partition_list()
+            []
+            >>> other.close()
+        """
+        self.end_threads()
         if self._storage is not None:
             run_blocking(self._storage.close())
         self.session.close()
+
+    def end_threads(self) -> None:
+        """What verbs have started ends. Idempotent."""
 
 
 async def _clear_by_field(

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 import msgspec
+import torch
 from tensordict import TensorDict
 
 from transfer_queue import protocol as p
@@ -38,19 +39,10 @@ class GroupVerbs(Gets, Puts, ClientBase):
             self._renewals = Renewals(self)
         return self._renewals
 
-    def close(self) -> None:
-        """End the session; leases end, what was put stays, and so do values that were read. Idempotent.
-
-        Examples:
-            >>> from transfer_queue.client import connect
-            >>> other = connect("evaluation", tq.init())  # another client of the same queue
-            >>> other.get_partition_list()
-            []
-            >>> other.close()
-        """
+    def end_threads(self) -> None:
+        """The renewals of leases end. Idempotent."""
         if self._renewals is not None:
             self._renewals.close()
-        super().close()
 
     async def async_add_groups(
         self,
@@ -102,6 +94,9 @@ class GroupVerbs(Gets, Puts, ClientBase):
         names = [uuid.uuid4().hex for _ in range(count)] if keys is None else list(keys)
         if len(names) != count or not all(isinstance(name, str) for name in names):
             raise InvalidRequestError(f"{count} heads were given with {len(names)} keys. Give one string per head.")
+        _check_terms(parts=parts, min_parts=min_parts, attempts=attempts, worker_attempts=worker_attempts)
+        if deadline_s is not None and not 0 < deadline_s <= p.LONGEST_WAIT_S:
+            raise InvalidRequestError(f"deadline_s must be a number of seconds above 0, got {deadline_s!r}.")
         terms = p.Terms(parts, min_parts, deadline_s, attempts, worker_attempts, tuple(tasks))
         by_row = tags_by_row(tags, count)
         metas = []
@@ -192,14 +187,16 @@ class GroupVerbs(Gets, Puts, ClientBase):
             for batch in reply.heads:
                 meta = to_meta(batch)
                 data = await self.async_get_data(meta) if batch.fields else TensorDict({}, [meta.size])
-                each = rows_at(data, [[row] for row in range(meta.size)])
+                each = [_dense(row) for row in rows_at(data, [[row] for row in range(meta.size)])]
                 named = zip(meta.global_indexes, each, meta.custom_meta, strict=True)
                 heads.update({(batch.partition, index): (row, tags) for index, row, tags in named})
         except BaseException:
             await self.session.cancel(request.id)
             raise
         await self.session.post_done(request.id)  # now: if this process dies at its work, that counts as an attempt
-        found = [Lease(self, granted, *heads[granted.partition, granted.head]) for granted in reply.leases]
+        found = [
+            Lease(self, granted, *heads[granted.partition, granted.head], request.lease_s) for granted in reply.leases
+        ]
         self.renewals.add(found, request.lease_s)
         return found
 
@@ -266,7 +263,7 @@ class GroupVerbs(Gets, Puts, ClientBase):
         """
         return int((await self.session.ask(p.RetryGroups, p.Done, partition, where)).value)
 
-    async def async_reject_groups(self, metadata: BatchMeta, reason: str) -> int:
+    async def async_reject(self, metadata: BatchMeta, reason: str) -> int:
         """A trainer has no use for the groups of this batch: they leave, and their slots are free.
 
         Returns:
@@ -276,10 +273,10 @@ class GroupVerbs(Gets, Puts, ClientBase):
             >>> meta = client.add_groups({"prompt": torch.arange(1)}, "train", tasks=["actor"])
             >>> rows = client.lease("train")[0].close({"response": torch.arange(3)})
             >>> batch = client.get_meta(["response"], 1, "train", task_name="actor")
-            >>> client.reject_groups(batch, "longer than the context")
+            >>> client.reject(batch, "longer than the context")
             1
         """
-        check_meta("reject_groups", metadata)
+        check_meta("reject", metadata)
         count = 0
         for part in metadata.chunk_by_partition() if metadata.size else ():
             for some in parts_of(part.size):
@@ -318,6 +315,20 @@ class GroupVerbs(Gets, Puts, ClientBase):
         wanted = [fields] if isinstance(fields, str) else None if fields is None else list(fields)
         batch = await self.session.ask(p.Describe, p.Batch, partition, wanted, p.pack_indexes(heads))
         return await self.async_get_data(to_meta(batch), layout=layout)
+
+
+def _dense(row: TensorDict) -> TensorDict:
+    """One row has one shape, so that it needs no nested tensors."""
+    for name, column in row.items():
+        if isinstance(column, torch.Tensor) and column.is_nested:
+            row.set(name, column.unbind()[0].unsqueeze(0))
+    return row
+
+
+def _check_terms(**numbers: int | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= 2**16):
+            raise InvalidRequestError(f"{name} must be a whole number from 1 to {2**16}, got {number!r}.")
 
 
 def _request(

@@ -64,8 +64,11 @@ class Lease:
         1
     """
 
-    def __init__(self, client: LeaseClient, granted: p.GrantedLease, head: TensorDict, tags: Mapping[str, Any]) -> None:
+    def __init__(
+        self, client: LeaseClient, granted: p.GrantedLease, head: TensorDict, tags: Mapping[str, Any], lease_s: float
+    ) -> None:
         self._client = client
+        self._lease_s = lease_s
         self._granted = granted
         self._open = list(granted.parts)
         self._lost = False
@@ -174,15 +177,15 @@ class Lease:
         self._closed(self._parts(part))
         return meta
 
-    async def async_release(self, reason: str, blame: Literal["worker", "sample"] = "worker") -> None:
+    async def async_release(self, reason: str, blame: Literal["worker", "sample", "nobody"] = "worker") -> None:
         """The work is for another attempt.
 
         Args:
-            blame: Whose fault it is. After ``worker_attempts`` of the one, or ``attempts`` of the other, the group
-                fails.
+            blame: Whose fault it is. After ``worker_attempts`` of the worker's, or ``attempts`` of the sample's, the
+                group fails. "nobody": the attempt does not count.
         """
-        if blame not in ("worker", "sample"):
-            raise InvalidRequestError(f'blame must be "worker" or "sample", got {blame!r}.')
+        if blame not in ("worker", "sample", "nobody"):
+            raise InvalidRequestError(f'blame must be "worker", "sample" or "nobody", got {blame!r}.')
         await self._end("release", self._open, reason, blame)
         self._closed(self._open)
 
@@ -214,10 +217,14 @@ class Lease:
     ) -> BatchMeta:
         members = self._members(self._parts(part), closes)
         try:
-            return await self._client.put_members(as_tensordict(rows), self.partition, tags, members)
+            meta = await self._client.put_members(as_tensordict(rows), self.partition, tags, members)
         except LeaseLostError:
             self._is_lost()
             raise
+        if self._lost and not closes:  # it was late, and nobody else had the work: the lease goes on
+            self._lost = False
+            self._client.renewals.add([self], self._lease_s)
+        return meta
 
     async def _end(self, how: str, parts: list[int], reason: str = "", blame: str = "worker") -> None:
         members, reason = self._members(parts), reason[:1000]
@@ -279,7 +286,7 @@ class Renewals:
             for lease in leases:
                 self._leases[lease.token] = lease
             shorter = lease_s / _RENEWED_PER_LEASE
-            self._changed |= shorter < self._period_s
+            self._changed = True  # the thread asks for the new ones, too
             self._period_s = min(self._period_s, shorter)
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._run, name="transfer-queue-leases", daemon=True)
@@ -377,5 +384,6 @@ class LeaseStream:
         for lease in [*([] if current is None else [current]), *self._taken]:
             if lease.is_open:
                 with suppress(TransferQueueError):
-                    await lease.async_release("its worker has stopped asking for leases")
+                    text = "its worker has stopped asking for leases"
+                    await lease.async_release(text, "worker" if lease is current else "nobody")
         self._taken.clear()

@@ -7,7 +7,7 @@ import inspect
 import reprlib
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 from types import TracebackType
@@ -85,6 +85,11 @@ class Tasks:
     def get(self, name: str) -> Task:
         """Unregistered tasks are not stored, so names cost nothing."""
         return self._tasks.get(name) or Task(name, self.default)
+
+    def known(self, name: str) -> Task | None:
+        """A copy of a registered task's settings."""
+        task = self._tasks.get(name)
+        return None if task is None else replace(task)
 
     def register(self, request: RegisterTask) -> None:
         """Raises before anything changes. An equal sampler spec keeps the sampler and its state."""

@@ -12,6 +12,7 @@ from transfer_queue import protocol as p
 from transfer_queue.calls import MORE, Call, More, Name, Wait
 from transfer_queue.control import group_work
 from transfer_queue.control.draw import Task
+from transfer_queue.control.group_numbers import group_numbers
 from transfer_queue.control.lifecycle import acknowledge
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet
@@ -126,6 +127,8 @@ class _Reader:
 
     def _not_ready(self, served: ServedFetch, now: float) -> p.NotReady:
         reply = served.not_ready(now)
+        if self._state.leases.sampler(self._fetch.task) is not None:
+            reply = msgspec.structs.replace(reply, groups=group_numbers(self._state, served.partition, now))
         if not served.partition.num_reserved:
             return reply
         owed_by = writers_of(self._state, served.partition, _MOST_NAMED)

@@ -31,11 +31,12 @@ class Group:
     """A group that work has begun on. ``seq``: its place in the order of first leases.
 
     ``tokens``: by part, of the lease that has it, or had it last. ``members``: by part, the indexes of its rows.
-    ``drawn_by``, ``trained_by``, ``acked_by``: tasks. ``passed``: no gate is against it.
+    ``drawn_by``, ``trained_by``, ``acked_by``: tasks. ``passed``: no gate is against it. ``arrivals``: by task, its
+    place in the order in which groups became ready.
     """
 
-    __slots__ = ("acked_by", "attempts", "closed", "drawn_by", "index", "is_charged", "members", "num_members",
-                 "passed", "reasons", "seq", "state", "terms", "tokens", "trained_by", "version",
+    __slots__ = ("acked_by", "arrivals", "attempts", "closed", "drawn_by", "index", "is_charged", "members",
+                 "num_members", "passed", "reasons", "seq", "state", "terms", "tokens", "trained_by", "version",
                  "worker_attempts")  # fmt: skip
 
     def __init__(self, index: int, terms: Terms, seq: int, version: int | None) -> None:
@@ -45,6 +46,7 @@ class Group:
         self.closed: set[int] = set()
         self.tokens: dict[int, int] = {}
         self.members: dict[int, list[int]] = {}
+        self.arrivals: dict[str, int] = {}
         self.reasons: list[str] = []
         self.is_charged = self.passed = False
         self.drawn_by = self.trained_by = self.acked_by = _NOBODY

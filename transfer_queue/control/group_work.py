@@ -38,6 +38,11 @@ class PartitionWork:
     def step_of(self, task: str) -> int | None:
         return self._state.leases.step_of(task, self._partition.name)
 
+    def overtook(self, task: str, seq: int) -> list[int]:
+        drawn = self._state.leases.trainer(task).drawn
+        own = drawn[self._partition.serial] = [at for at in drawn.get(self._partition.serial, ()) if at > seq]
+        return own
+
     def before_draw(self, task: str) -> None:
         state, groups = self._state, self._groups
         check_starved(state, task)
@@ -57,6 +62,12 @@ class PartitionWork:
             for _, group in drawn:
                 groups.drawn(group, task)
         groups.flush()
+        sampler = self._state.leases.sampler(task)
+        if sampler is not None and sampler.window is not None:
+            seqs = [groups.live[head].seq for _, _, heads in batches for head in heads if head in groups.live]
+            places = trainer.drawn.setdefault(self._partition.serial, [])
+            places.extend(seqs)
+            places.sort()
 
     def gave_back(self, task: str, heads: list[int]) -> None:
         groups, trainer = self._groups, self._state.leases.trainer(task)
@@ -64,6 +75,7 @@ class PartitionWork:
             group = groups.live.get(head)
             trainer.gives_back(head)
             if group is not None:
+                trainer.undrawn(self._partition.serial, group.seq)
                 groups.undrawn(group, task)
         groups.flush()
 
@@ -107,6 +119,7 @@ class NewGroups(Holding):
         partition = self._state.find(self._partition, self._serial)
         if partition is None or partition.groups is None or not partition.groups.are_fresh(self._indexes):
             return False
+        partition.num_heads -= len(self._indexes)
         delete(self._state, partition, self._indexes.tolist())
         settle(self._state, partition)
         return True
@@ -168,14 +181,13 @@ def joined(state: PlaneState, call: Call, partition: Partition, members: p.Membe
     groups.join(group, members, indexes.tolist())
     if lease is None and not members.closes:
         state.leases.revive(call, members.lease, groups, group)
+    if lease is not None and members.closes:
+        lease.parts = [part for part in lease.parts if part not in group.closed]
+        if not lease.parts:
+            state.leases.end(lease)
+    if lease is None or members.closes:
         groups.note_free_parts(group, bool(state.leases.free_parts(group)))
         groups.rest(group, bool(state.leases.holders(group)))
-    if members.closes:
-        if lease is not None:
-            lease.parts = [part for part in lease.parts if part not in group.closed]
-            if not lease.parts:
-                state.leases.end(lease)
-        groups.note_free_parts(group, bool(state.leases.free_parts(group)))
     judge(state, partition, group)
     settle(state, partition)
 
@@ -322,19 +334,21 @@ def reads(state: PlaneState, call: Call) -> None:
 
 
 def deadline(state: PlaneState, groups: Groups, group: Group) -> None:
-    """The patience with this group is over."""
+    """The patience with this group is over: it is closed with the parts that it has, or expires."""
     partition = state.find(groups.partition.name, groups.partition.serial)
-    if partition is None or groups.live.get(group.index) is not group or not group.is_under_work:
+    if partition is None or groups.live.get(group.index) is not group:
         return
-    gone = groups.late(group)
-    if gone is None:
-        text = f"{len(group.closed)} of {group.terms.parts} parts were closed in {group.terms.deadline_s:.4g} s"
-        leave(state, partition, group, EXPIRED, text)
-    else:
+    if group.is_under_work and len(group.closed) >= (group.terms.min_parts or group.terms.parts):
         for lease in state.leases.holders(group):
             state.leases.abort(lease)
-        _gone(state, gone)
+        _gone(state, groups.late(group))
         judge(state, partition, group)
+    patience = f"in {group.terms.deadline_s:.4g} s"
+    if group.is_under_work:
+        text = f"{len(group.closed)} of {group.terms.parts} parts were closed {patience}"
+        leave(state, partition, group, EXPIRED, text)
+    elif group.index in groups.unjudged:
+        leave(state, partition, group, EXPIRED, f"its rows did not get the tags of its gate {patience}")
     settle(state, partition)
 
 
@@ -477,8 +491,10 @@ def trained(state: PlaneState, task: str, drawn: Iterable[tuple[Groups, Group]])
     trainer = state.leases.trainer(task)
     touched: dict[int, Groups] = {}
     for groups, group in drawn:
-        trainer.is_over(group.index)
-        if groups.live.get(group.index) is group:
+        known = groups.live.get(group.index)
+        if known is None or known is group:  # else it has left since, and waits again
+            trainer.is_over(group.index)
+        if known is group:
             if groups.trained(group, task):
                 state.leases.free(group)
             touched[id(groups)] = groups

@@ -22,6 +22,7 @@ from transfer_queue.control.group_record import (
     FAILED,
     LEFT,
     READY,
+    REJECTED,
     RESERVED,
     RUNNING,
     TRAINED,
@@ -36,10 +37,10 @@ from transfer_queue.control.rows import Rows, RowState, RowTable, one_of
 from transfer_queue.errors import GroupStateError, InvalidRequestError, LeaseLostError
 from transfer_queue.protocol import Indexes, Members, Tags, Terms, pack_indexes
 
-_TERMS, _HEAD, _PART = "group:terms", "group:head", "group:part"
+TERMS, HEAD, PART = "group:terms", "group:head", "group:part"
 """Columns. By head's row: 1 + the number of its terms, negative from its first lease on. By member's row: 1 + the index
 of its head; 1 + its part, negative once that is closed."""
-COLUMNS: Final = ((_TERMS, "<i4"), (_HEAD, "<i8"), (_PART, "<i4"))
+COLUMNS: Final = ((TERMS, "<i4"), (HEAD, "<i8"), (PART, "<i4"))
 _MOST_REASONS = 8
 _REASON_LENGTH = 200
 _IS_HEAD = one_of(RowState.HEAD)
@@ -76,6 +77,9 @@ class Work(Protocol):
     def step_of(self, task: str) -> int | None:
         """The step for which the task draws next; None: nobody has said which version trains."""
 
+    def overtook(self, task: str, seq: int) -> list[int]:
+        """Places behind this one, in the order of first leases, that the task has drawn. Earlier ones are forgotten."""
+
     def drew(self, task: str, batches: Sequence[tuple[Hashable, int | None, list[int]]]) -> None:
         """A round of the task: by reader and batch, the heads of its groups. ``batch`` None: the reader's next one."""
 
@@ -101,6 +105,9 @@ class Groups:
         """Those with an open part that no lease has."""
         self.counts: Counter[str] = Counter()
         """Groups by state, without those that wait for their first lease; of those that left, all that ever did."""
+        self.num_arrivals = 0
+        self.rejected: Counter[str] = Counter()
+        """By gate, or other reason, how many were."""
         self.num_under_work = 0
         """Groups whose members are not complete, without those that wait for their first lease."""
         self.unjudged: dict[int, Group] = {}
@@ -131,7 +138,7 @@ class Groups:
 
     def heads_of(self, rows: Rows) -> Indexes:
         """[len(rows)] By member's row the index of its head, -1 for other rows."""
-        heads: Indexes = self._table.column(_HEAD)[rows] - 1
+        heads: Indexes = self._table.column(HEAD)[rows] - 1
         return heads
 
     def described(self, rows: Rows) -> tuple[bytes | None, dict[int, int]]:
@@ -173,15 +180,19 @@ class Groups:
         self._touch()
         if terms not in self.terms:
             self.terms.append(terms)
-        self._table.column(_TERMS)[rows] = 1 + self.terms.index(terms)
+        self._table.column(TERMS)[rows] = 1 + self.terms.index(terms)
         self._fresh.setdefault(terms, ReadySet()).add(rows)
 
     def are_fresh(self, indexes: Indexes) -> bool:
         """Whether all of these heads are here and wait for their first lease."""
         rows, found = self._table.find(indexes)
-        return bool(found.all() and (self._table.column(_TERMS)[rows] > 0).all())
+        return bool(found.all() and (self._table.column(TERMS)[rows] > 0).all())
 
     # ---- work begins ----
+
+    def fresh(self, terms: Terms) -> ReadySet:
+        """The heads with these terms that wait for their first lease."""
+        return self._fresh.setdefault(terms, ReadySet())
 
     def first_fresh(self, terms: Iterable[Terms], count: int, among: ReadySet | None) -> list[tuple[int, Terms]]:
         """(row, terms) of the first heads of each of these terms that wait for their first lease, oldest ones first.
@@ -207,12 +218,14 @@ class Groups:
         self._touch()
         at = np.array([row], dtype=np.intp)
         self._fresh[terms].discard(at)
-        self._table.column(_TERMS)[at] *= -1
+        self._table.column(TERMS)[at] *= -1
         group = Group(self._table.column("index").item(row), terms, seq, version)
-        self._enter(group)
+        self.enter(group)
         return group
 
-    def _enter(self, group: Group) -> None:
+    def enter(self, group: Group) -> None:
+        """Work on it has begun, here or before a restore."""
+        self._dirty[group.index] = group
         self.live[group.index] = self.unfinished[group.index] = group
         self.counts[group.state] += 1
         self.num_under_work += group.state in UNDER_WORK
@@ -281,8 +294,8 @@ class Groups:
         """New rows are about to be published as members."""
         self._touch()
         rows = self.partition.rows_of(indexes)
-        self._table.column(_HEAD)[rows] = 1 + members.head
-        self._table.column(_PART)[rows] = 1 + np.repeat(np.array(members.parts), len(rows) // len(members.parts))
+        self._table.column(HEAD)[rows] = 1 + members.head
+        self._table.column(PART)[rows] = 1 + np.repeat(np.array(members.parts), len(rows) // len(members.parts))
 
     def join(self, group: Group, members: Members, indexes: list[int]) -> None:
         """New rows, which were just published, belong to these parts."""
@@ -305,7 +318,7 @@ class Groups:
         self._touch()
         for part in parts:
             rows = self.partition.rows_of(np.array(group.members[part], dtype=np.int64))
-            self._table.column(_PART)[rows] = -1 - part
+            self._table.column(PART)[rows] = -1 - part
             group.closed.add(part)
         self._set(group, CLOSED if len(group.closed) == group.terms.parts else group.state)
 
@@ -337,32 +350,37 @@ class Groups:
         if group.state in UNDER_WORK:
             self._set(group, RUNNING if has_holder else WAITING)
 
-    def late(self, group: Group) -> Indexes | None:
-        """Its deadline is over. Returns the rows that are gone. None: too few parts are closed, so that it expires."""
-        if len(group.closed) < (group.terms.min_parts or group.terms.parts):
-            return None
+    def late(self, group: Group) -> Indexes:
+        """Its deadline is over, and enough parts are closed. Returns the rows of the others, which are gone."""
         gone = [index for part in group.open_parts() for index in group.members.get(part, ())]
         self._set(group, CLOSED)
-        cleared = self._clear(gone)
-        if not group.num_members:  # others have cleared what was closed
-            self.emptied[group.index] = group
-        return cleared
+        return self._clear(gone)
 
     def leave(self, group: Group, state: str, reason: str) -> Indexes:
         """It is not trained any more, and its rows are gone. The head stays. Returns them."""
-        self._note(group, reason)
+        if group.reasons[-1:] != [reason[:_REASON_LENGTH]]:  # the last attempt may have said so
+            self._note(group, reason)
+        self.count_rejected(state, reason)
         members = group.all_members()
         self._set(group, state)
         del self.live[group.index]
         return self._clear(members)
 
+    def count_rejected(self, state: str, reason: str) -> None:
+        """A group has left, maybe because a gate or somebody rejected it."""
+        if state == REJECTED:
+            reason = reason[:_REASON_LENGTH]
+            self.rejected[reason if reason in self.rejected or len(self.rejected) < _MOST_REASONS else "others"] += 1
+
     def retry(self, row: int) -> bool:
         """A group that has left waits again, as if it were new. Returns whether it had left."""
-        index, number = self._table.column("index").item(row), self._table.column(_TERMS).item(row)
+        index, number = self._table.column("index").item(row), self._table.column(TERMS).item(row)
         if number >= 0 or index in self.live:
             return False
         rows = np.array([row], dtype=np.intp)
-        tags = {name: own for name, own in self.partition.tags[index].items() if not name.startswith(RESERVED)}
+        before = self.partition.tags[index]
+        self.counts[before["group.state"]] -= 1
+        tags = {name: own for name, own in before.items() if not name.startswith(RESERVED)}
         terms = self.terms[-number - 1]
         self._wait_for_first(rows, terms)
         tags |= {"group.state": WAITING, "group.parts": terms.parts}
@@ -397,11 +415,13 @@ class Groups:
         group.drawn_by -= {task}
         group.trained_by -= {task}
         group.acked_by -= {task}
-        if group.index not in self.unfinished:
+        is_drawn = bool(group.drawn_by) and group.drawn_by.issuperset(group.terms.tasks)
+        if group.index not in self.unfinished and not is_drawn:
             self.unfinished[group.index] = group
-            self._order()
+            self.order()
+        is_trained = bool(group.trained_by) and group.trained_by.issuperset(group.terms.tasks)
         if group.state in (DRAWN, TRAINED):
-            self._set(group, DRAWN if group.drawn_by else CLOSED)
+            self._set(group, CLOSED if not group.drawn_by else TRAINED if is_trained else DRAWN)
         self._changed(group)
 
     def drew(self, task: str, batches: Iterable[tuple[Hashable, int | None, Rows]]) -> None:
@@ -413,7 +433,8 @@ class Groups:
         """Nobody got these rows."""
         self.work.gave_back(task, list(dict.fromkeys(self.heads_of(rows).tolist())))
 
-    def _order(self) -> None:
+    def order(self) -> None:
+        """Sort those that are unfinished by their first leases."""
         self.unfinished = dict(sorted(self.unfinished.items(), key=lambda item: item[1].seq))
 
     def trained(self, group: Group, task: str) -> bool:
@@ -487,7 +508,7 @@ class Groups:
         """These rows are about to be deleted."""
         state = self._table.column("state")[rows]
         for row in rows[_IS_HEAD[state]].tolist():
-            number = self._table.column(_TERMS).item(row)
+            number = self._table.column(TERMS).item(row)
             if number > 0:
                 self._fresh[self.terms[number - 1]].discard(np.array([row], dtype=np.intp))
         touched: dict[int, Group] = {}
@@ -496,7 +517,7 @@ class Groups:
             group = self.live.get(head)
             if group is None:
                 continue
-            part = abs(self._table.column(_PART).item(int(self._table.column("index").searchsorted(index)))) - 1
+            part = abs(self._table.column(PART).item(int(self._table.column("index").searchsorted(index)))) - 1
             if index in group.members.get(part, ()):
                 group.members[part].remove(index)
                 group.num_members -= 1
@@ -508,84 +529,18 @@ class Groups:
 
     def rebuild(self) -> None:
         """Row numbers have changed."""
-        numbers = self._table.column(_TERMS)
+        numbers = self._table.column(TERMS)
         self._fresh = {}
         for number, terms in enumerate(self.terms, 1):
             ready = ReadySet()
             ready.add((numbers == number).nonzero()[0])
             self._fresh[terms] = ready
 
-    # ---- checkpoints ----
-
-    def load(self, columns: Mapping[str, bytes], terms: Sequence[Terms], start: int, shift: int) -> None:
-        """Build the groups of the rows from ``start`` on, whose states and tags are loaded. No lease is held.
-
-        Args:
-            shift: How much greater the samples' indexes are than when they were saved.
-        Raises:
-            ValueError: these contradict each other.
-        """
-        self.terms = list(terms)
-        for name, dtype in COLUMNS:
-            self._table.column(name)[start:] = np.frombuffer(columns[name], dtype)
-        heads = self._table.column(_HEAD)[start:]
-        heads[heads > 0] += shift
-        numbers, state = self._table.column(_TERMS)[start:], self._table.column("state")[start:]
-        if not ((numbers != 0) == (state == RowState.HEAD)).all() or (np.abs(numbers) > len(self.terms)).any():
-            raise ValueError("heads of groups have terms, and other rows have none")
-        for number, each in enumerate(self.terms, 1):
-            self._fresh.setdefault(each, ReadySet()).add((numbers == number).nonzero()[0] + start)
-        index, parts = self._table.column("index")[start:], self._table.column(_PART)[start:]
-        for row in (numbers < 0).nonzero()[0].tolist():
-            self._load(index.item(row), self.terms[-numbers.item(row) - 1])
-        for row in heads.nonzero()[0].tolist():
-            group, part = self.live.get(heads.item(row) - 1), parts.item(row)
-            if group is None or not part:
-                raise ValueError("a member belongs to no group")
-            group.members.setdefault(abs(part) - 1, []).append(index.item(row))
-            group.num_members += 1
-
-    def _load(self, index: int, terms: Terms) -> None:
-        tags = self.partition.tags[index]
-        seq, attempts, worker_attempts, passed, *closed = tags["group.record"]
-        state = tags["group.state"]
-        if state in LEFT:
-            self.counts[state] += 1
-            return
-        group = Group(index, terms, seq, tags.get("group.version"))
-        group.attempts, group.worker_attempts, group.passed = attempts, worker_attempts, bool(passed)
-        group.closed = set(closed)
-        group.reasons = list(tags.get("group.reason", ()))
-        group.state = WAITING if state == RUNNING else CLOSED if state == READY else state
-        self._dirty[index] = group
-        self._enter(group)
-
-    def finish_loading(self) -> None:
-        """All rows are in, and what each task was given."""
-        for group in self.live.values():
-            for task in group.terms.tasks if group.state in (DRAWN, TRAINED) else ():
-                self._find_reader(group, task)
-        self._order()
-        self.flush()
-
-    def _find_reader(self, group: Group, task: str) -> None:
-        consumer = self.partition.consumers.get(task)
-        rows = self.partition.rows_of(np.array(group.all_members()[:1], dtype=np.int64))
-        number = 0 if consumer is None else consumer.given.item(int(rows[0]))
-        if consumer is None or not number:
-            return
-        self.drawn(group, task)
-        if group.state == TRAINED:
-            group.trained_by |= {task}
-        if not consumer.ledger.is_open(number):
-            group.trained_by |= {task}
-            group.acked_by |= {task}
-
     def check_invariants(self) -> None:
         """Raise AssertionError if the records disagree; for tests."""
         table = self._table
         heads = (table.column("state") == RowState.HEAD).nonzero()[0]
-        numbers = table.column(_TERMS)
+        numbers = table.column(TERMS)
         assert set((numbers != 0).nonzero()[0].tolist()) >= set(heads.tolist()), "each head has terms"
         for number, terms in enumerate(self.terms, 1):
             expected = [row for row in heads.tolist() if numbers[row] == number]

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
+from operator import attrgetter
 from typing import Final
 
 from transfer_queue.calls import Call, Calls, Holding, Until, Wait
@@ -33,13 +34,15 @@ Reader = tuple[int, Hashable]
 
 
 class HeldLease:
-    """``parts``: those that it has not closed. ``renewed``: when its worker last said that work goes on."""
+    """``parts``: those that it has not closed. ``since``: when it was granted. ``renewed``: when its worker last said
+    that work goes on.
+    """
 
-    __slots__ = ("client", "group", "groups", "lease_s", "parts", "renewed", "token")
+    __slots__ = ("client", "group", "groups", "lease_s", "parts", "renewed", "since", "token")
 
     def __init__(self, token: int, client: str, groups: Groups, group: Group, parts: list[int], lease_s: float) -> None:
         self.token, self.client, self.groups, self.group = token, client, groups, group
-        self.parts, self.lease_s, self.renewed = parts, lease_s, 0.0
+        self.parts, self.lease_s, self.renewed, self.since = parts, lease_s, 0.0, 0.0
 
 
 class Worker(Holding):
@@ -66,11 +69,13 @@ class Trainer:
     ``seen``: what the gate saw of them.
     """
 
-    __slots__ = ("batches", "charged", "last_reason", "last_step", "rejected", "rounds", "seen")
+    __slots__ = ("batches", "charged", "drawn", "last_reason", "last_step", "rejected", "rounds", "seen")
 
     def __init__(self) -> None:
         self.charged = self.rejected = 0
         self.last_step = -1
+        self.drawn: dict[int, list[int]] = {}
+        """By serial of the partition, places of drawn groups that may lie behind undrawn ones, ascending."""
         self.last_reason = ""
         self.rounds: dict[int, dict[int, Groups]] = {}
         self.batches: dict[Reader, dict[int, list[tuple[Groups, Group]]]] = {}
@@ -105,6 +110,12 @@ class Trainer:
 
     def partition_gone(self, serial: int) -> None:
         self.batches = {reader: batches for reader, batches in self.batches.items() if reader[0] != serial}
+        self.drawn.pop(serial, None)
+
+    def undrawn(self, serial: int, seq: int) -> None:
+        """The group of this place in the order of first leases may be drawn again."""
+        if seq in self.drawn.get(serial, ()):
+            self.drawn[serial].remove(seq)
 
     def is_over(self, index: int) -> None:
         """It has trained this group, or the group is gone."""
@@ -242,6 +253,7 @@ class Leases:
         """These parts are the session's."""
         lease = HeldLease(self.next_token, call.client, groups, group, parts, lease_s)
         self.next_token += 1
+        lease.since = self.calls.now
         self._hold(call, lease)
         return lease
 
@@ -276,10 +288,10 @@ class Leases:
         now = self.calls.now
         if worker.wakes_at > now:
             return
-        for lease in list(worker.leases.values()):
-            if lease.renewed + lease.lease_s <= now:
-                text = f"worker {worker.client!r} did not renew its lease for {lease.lease_s:.4g} s"
-                self.lose(lease, text, "worker")
+        late = [lease for lease in worker.leases.values() if lease.renewed + lease.lease_s <= now]
+        for lease, blame in _blamed_once(late):
+            text = f"worker {worker.client!r} did not renew its lease for {lease.lease_s:.4g} s"
+            self.lose(lease, text, blame)
         if worker.leases:
             self._watch(worker, min(lease.renewed + lease.lease_s for lease in worker.leases.values()))
 
@@ -316,14 +328,19 @@ class Leases:
         how = "died" if died else "left without closing it"
         # Its timer may still come, and must not find them: a later session may have the same name.
         leases, worker.leases = list(worker.leases.values()), {}
-        for lease in leases:
+        for lease, blame in _blamed_once(leases):
             if self.end(lease):
-                self.lost(lease, f"worker {worker.client!r} {how}", "worker")
+                self.lost(lease, f"worker {worker.client!r} {how}", blame)
 
     def holders(self, group: Group) -> list[HeldLease]:
         """Who works on it."""
         return [lease for token in set(group.tokens.values()) if (lease := self._by_token.get(token)) is not None
                 and lease.group is group]  # fmt: skip
+
+    def oldest_of(self, groups: Groups) -> HeldLease | None:
+        """Of the leases of these groups, the one that was granted first."""
+        own = (lease for lease in self._by_token.values() if lease.groups is groups)
+        return min(own, key=attrgetter("token"), default=None)
 
     def free_parts(self, group: Group) -> list[int]:
         """Open parts that no lease has."""
@@ -358,6 +375,12 @@ class Leases:
 
     def partition_made(self, name: str) -> None:
         self._ended.pop(name, None)
+
+
+def _blamed_once(leases: Iterable[HeldLease]) -> list[tuple[HeldLease, str | None]]:
+    """One worker is lost once for each of its groups, however many parts it had leased."""
+    found: dict[int, HeldLease] = {}
+    return [(lease, "worker" if found.setdefault(lease.group.index, lease) is lease else None) for lease in leases]
 
 
 def is_pattern(name: str) -> bool:

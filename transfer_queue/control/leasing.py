@@ -219,7 +219,7 @@ def end_lease(state: PlaneState, call: Call, request: p.EndLease) -> p.Reply:
             raise LeaseLostError("this lease was lost before it was released: its attempt counts already.")
         state.leases.end(own)
         own.groups.void(group, own.token)
-        group_work.lost(state, own, request.reason, request.blame)
+        group_work.lost(state, own, request.reason, None if request.blame == "nobody" else request.blame)
     return p.Done(request.id)
 
 
@@ -268,6 +268,12 @@ def retry(state: PlaneState, call: Call, request: p.RetryGroups) -> Steps:
     groups, count = partition.groups, 0
     if groups is None:
         return p.Done(request.id, 0)
+    for task, consumer in partition.consumers.items():
+        if state.leases.sampler(task) is not None and consumer.end_of(None) is not None:
+            raise GroupStateError(
+                f"partition {partition.name!r} is sealed, and task {task!r} has been told that nothing more comes: a "
+                f"group that waits again would never be trained. Add it to another partition."
+            )
     among = partition.listed.matching(request.where)
     while isinstance(among, FilteredSet) and not among.finish(state.calls.turn):
         yield None

@@ -159,12 +159,14 @@ def _rows_left(partition: Partition, batches: list[p.Indexes]) -> Rows:
 
 def register_task(state: PlaneState, call: Call, request: p.RegisterTask) -> p.Reply:
     """Say how a task draws. Its waiting fetches are examined again."""
-    before = state.tasks.get(request.task)
+    before = state.tasks.known(request.task)
     state.tasks.register(request)
     try:
         group_work.registered(state, request.task)
     except BaseException:
-        state.tasks.add(before)
+        state.tasks.remove(request.task)
+        if before is not None:
+            state.tasks.add(before)
         raise
     state.task_changed(request.task)
     return p.Done(request.id)

@@ -53,6 +53,7 @@ class Partition:
         self.last_published: float | None = None
         self.num_live = 0
         self.num_published = 0
+        self.num_heads = 0  # of groups that were ever added
         self.num_withdrawn = 0
         """Samples that were published and no longer count as such, because their put was cancelled."""
         self.num_rewrites = 0
@@ -211,6 +212,8 @@ class Partition:
                 self.num_published += len(fresh)
                 for consumer in self.consumers.values():
                     consumer.inserted(len(fresh))
+            else:
+                self.num_heads += len(fresh)
             self.listed.appeared(fresh)
         self.seal_if_complete()
 
@@ -382,8 +385,8 @@ class Partition:
         )
 
     def is_exhausted(self, consumer: Consumer, unmatched: int) -> bool:
-        """Whether there are samples, none is pre-allocated or reserved, and the task consumed all but ``unmatched``."""
-        under_way = self.num_free or self.num_reserved
+        """Whether there are samples, none is still to come, and the task consumed all but ``unmatched``."""
+        under_way = self.num_free or self.num_reserved or (self.num_samples is not None and not self.sealed)
         return bool(self.num_live) and not under_way and consumer.num_unconsumed == unmatched
 
     def all_inserted(self) -> bool:

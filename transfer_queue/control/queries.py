@@ -13,6 +13,7 @@ import numpy as np
 from transfer_queue import protocol as p
 from transfer_queue.calls import PAGE, Call, Holding, Name, Wait
 from transfer_queue.control.checkpoints import Freezing
+from transfer_queue.control.group_numbers import group_numbers
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import PUBLISHED, RowState, all_of
 from transfer_queue.control.serving import ServedFetch
@@ -266,4 +267,5 @@ def _partition_stats(state: PlaneState, partition: Partition, now: float) -> dic
         "fields": partition.schema.names, "produced": dict(partition.schema.counts), "tasks": tasks,
         "lost": {name: len(indexes) for name, indexes in partition.lost().items()},
         "abandoned": state.producers.missing(partition.schema.names, now),
+        **({} if partition.groups is None else {"groups": group_numbers(state, partition, now)}),
     }  # fmt: skip

@@ -30,7 +30,6 @@ class ReadyGroups:
         self.groups = groups
         self._task = task
         self.order = order
-        self._arrivals = 0
         self._num_ready: dict[int, int] = {}
         self._sorted: list[tuple[Key, int]] = []
         self._keys: dict[int, Key] = {}
@@ -74,8 +73,7 @@ class ReadyGroups:
         )
         known = self._keys.get(group.index)
         if is_ready and known is None:
-            self._arrivals += 1
-            key = (self._arrivals, 0) if self.order is None else self.order(group)
+            key = (self._arrival(group), 0) if self.order is None else self.order(group)
             self._keys[group.index] = key
             insort(self._sorted, (key, group.index))
         elif not is_ready and known is not None:
@@ -83,6 +81,14 @@ class ReadyGroups:
             del self._keys[group.index]
         if is_ready != (known is not None):
             self.groups.drawable(group, is_ready)
+
+    def _arrival(self, group: Group) -> int:
+        """Its place in the order of arrival, which outlives this object: a ready set is made anew when rows move."""
+        place = group.arrivals.get(self._task)
+        if place is None:
+            self.groups.num_arrivals += 1
+            place = group.arrivals[self._task] = self.groups.num_arrivals
+        return place
 
 
 class TaskGroups:
@@ -111,6 +117,10 @@ class TaskGroups:
             group for group in self._groups.unfinished.values()
             if self._task not in group.drawn_by and group.is_for(self._task)
         )  # fmt: skip
+
+    def overtook(self, group: Group) -> list[int]:
+        """See ``DrawableGroups``."""
+        return self._groups.work.overtook(self._task, group.seq)
 
     def tags_of_members(self, group: Group) -> list[Tags]:
         return self._groups.tags_of_members(group)

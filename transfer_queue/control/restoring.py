@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from transfer_queue.calls import Calls
-from transfer_queue.control import group_work
+from transfer_queue.control import group_loading, group_work
 from transfer_queue.control.draw import Task, Tasks, foreign
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import MAX_INDEX, IndexAllocator, RowState, one_of
@@ -86,7 +86,8 @@ class Restored:
         for consumer in partition.consumers.values():
             consumer.inserted(num_live)
         if saved.groups:
-            group_work.groups_of(self._state, partition).load(saved.groups, saved.terms, start, self._shift)
+            groups = group_work.groups_of(self._state, partition)
+            group_loading.load(groups, saved.groups, saved.terms, start, self._shift)
         for each in saved.consumers:
             numbers, counts = np.unique(
                 partition.consumer(each.task).load(each, self._shift, start), return_counts=True
@@ -100,7 +101,7 @@ class Restored:
         if partition is None:
             partition = Partition(saved.name, saved.incarnation, self.allocator, saved.preallocate, saved.num_samples)
             partition.sealed, partition.num_published = saved.sealed, saved.num_published
-            partition.num_puts = saved.num_puts
+            partition.num_puts, partition.num_heads = saved.num_puts, saved.num_heads
             partition.last_published = None if saved.published_ago_s is None else self._now - saved.published_ago_s
             partition.missing_free = saved.missing_free
             self.partitions[saved.name] = partition
@@ -143,7 +144,7 @@ class Restored:
             self._check()
             for partition in self.partitions.values():
                 if partition.groups is not None:
-                    partition.groups.finish_loading()
+                    group_loading.finish(partition.groups)
             for partition in self.partitions.values():
                 partition.make_free(partition.missing_free)  # their indexes must come after all others
                 partition.missing_free = 0

@@ -130,6 +130,7 @@ class SavedPartition(msgspec.Struct):
     missing_free: int = 0
     groups: dict[str, bytes] = {}
     terms: list[Terms] = []
+    num_heads: int = 0
 
 
 class SavedSampler(msgspec.Struct):

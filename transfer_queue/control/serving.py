@@ -438,6 +438,8 @@ class ServedFetch:
     def _is_complete(self, now: float) -> bool:
         if self.partition.sealed:
             return self.partition.is_final
+        if self.partition.num_samples is not None:
+            return False
         if not self._fetch.finite or not self.partition.num_live or self.partition.num_reserved:
             return False
         if self.partition.all_inserted():

@@ -8,8 +8,8 @@
     value      := tag | literal
     literal    := number | string | "true" | "false" | "null"      (also as Python writes them)
 
-A tag is a name, or any text in backticks. Values compare as Python's do. A comparison that Python refuses, or that has
-a missing tag, is False.
+A tag is a name, maybe with dots, or any text in backticks. Values compare as Python's do. A comparison that Python
+refuses, or that has a missing tag, is False.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TOKEN = re.compile(
     r"""(?P<number>-?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?(?!\w))
     |(?P<string>'[^'\\]*(?:\\.[^'\\]*)*'|"[^"\\]*(?:\\.[^"\\]*)*")
     |`(?P<tag>[^`]+)`
-    |(?P<word>[^\W\d]\w*)
+    |(?P<word>[^\W\d]\w*(?:\.[^\W\d]\w*)*)
     |(?P<symbol>[=!<>]=|[<>()\[\],])""",
     re.VERBOSE | re.DOTALL,
 )

@@ -69,7 +69,7 @@ class EndLease(Request, frozen=True):
     members: Members
     how: Literal["close", "release", "reject"]
     reason: Annotated[str, msgspec.Meta(max_length=1000)] = ""
-    blame: Literal["worker", "sample"] = "worker"
+    blame: Literal["worker", "sample", "nobody"] = "worker"
 
 
 class RenewLeases(Request, frozen=True):

@@ -106,7 +106,8 @@ class NotReady(Reply, frozen=True):
     Where the batch was drawn before, for other fields, the numbers are about its samples. ``reserved`` samples of the
     partition are being written, by the clients ``owed_by`` (five at most are named). ``unmatched`` have every field,
     and tags that don't match the fetch's filter. ``sealed``: the partition gets no more samples. ``lost`` counts, by
-    field of the fetch, the samples of the partition that lost it with a storage unit.
+    field of the fetch, the samples of the partition that lost it with a storage unit. ``groups``: as statistics have
+    them, for a task that draws groups.
     """
 
     wanted: int
@@ -120,6 +121,7 @@ class NotReady(Reply, frozen=True):
     unmatched: int = 0
     sealed: bool = False
     lost: dict[str, int] = {}
+    groups: dict[str, Any] = {}
 
 
 class Ended(Reply, frozen=True):

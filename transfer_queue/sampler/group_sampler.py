@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Literal, Protocol
@@ -39,6 +40,9 @@ class DrawableGroups(Protocol):
     def unfinished(self) -> Iterator[GroupView]:
         """All that this task has still to draw and that work has begun on, in the order of first leases."""
 
+    def overtook(self, group: GroupView) -> list[int]:
+        """Ascending, the places in the order of first leases that this task has drawn behind this group."""
+
     def tags_of_members(self, group: GroupView) -> list[dict[str, Any]]:
         """By row."""
 
@@ -54,8 +58,8 @@ class GroupSampler(RoundSampler):
         ahead: Steps that workers may be ahead of the trainer.
         oversample: More groups than are needed, for gates that reject some.
         order: Which ready groups are drawn first: those of the "oldest" version, the "newest", or by "arrival".
-        window: Only the first so many undrawn groups may be drawn, so that quick ones don't overtake slow ones. None:
-            no limit.
+        window: Only the first so many groups may be drawn, counted from the first undrawn one in the order of first
+            leases: a slow group is overtaken by fewer than that. None: no limit.
         max_staleness: Most versions between a group's first lease and the step that trains it. None: no limit.
         stale: What becomes of older groups: "train" them all the same; "wait" for slow groups in time, so that none
             gets too old; or "drop" them, and their leases.
@@ -155,26 +159,36 @@ class GroupSampler(RoundSampler):
         chosen = self._first(queue)
         if len(chosen) < self.groups:
             return []
-        if self.stale != "wait" or queue.step is None or self._keeps_bound(queue, chosen):
+        last, step = self.max_staleness, queue.step
+        if self.stale != "wait" or step is None or last is None or self._keeps_bound(queue, chosen, last - step):
             return chosen
         chosen = sorted((group for group in queue.unfinished() if group in queue), key=_oldest)[: self.groups]
         # Where all that was begun is ready, waiting would change nothing.
         is_waiting = any(group not in queue for group in queue.unfinished())
-        return [] if is_waiting and not self._keeps_bound(queue, chosen) else chosen
+        return [] if is_waiting and not self._keeps_bound(queue, chosen, last - step) else chosen
 
     def _first(self, queue: DrawableGroups) -> list[GroupView]:
         if self.window is None:
             return list(islice(queue, self.groups))
-        allowed = {group.index for group in islice(queue.unfinished(), self.window)}
+        allowed: set[int] = set()
+        overtook: list[int] | None = None
+        for place, group in enumerate(islice(queue.unfinished(), self.window)):
+            overtook = queue.overtook(group) if overtook is None else overtook
+            # What was drawn in front of it has its place still, or a slow first group could be overtaken for ever. A
+            # step of the first ones of all may always be drawn, because it overtakes none.
+            if place >= self.groups and place + bisect_left(overtook, group.seq) >= self.window:
+                break
+            allowed.add(group.index)
         return list(islice((group for group in queue if group.index in allowed), self.groups))
 
-    def _keeps_bound(self, queue: DrawableGroups, chosen: Iterable[GroupView]) -> bool:
-        """Whether all others can still be trained in time, as many in each step as a step takes."""
-        assert self.max_staleness is not None
-        assert queue.step is not None
+    def _keeps_bound(self, queue: DrawableGroups, chosen: Iterable[GroupView], spare: int) -> bool:
+        """Whether all others can still be trained in time, as many in each step as a step takes.
+
+        ``spare``: added to a group's version, the number of steps after this one in which it may be trained.
+        """
         taken = {group.index for group in chosen}
-        others = (group for group in queue.unfinished() if group.index not in taken and group.version is not None)
-        steps_left = sorted(group.version + self.max_staleness - queue.step for group in others)  # type: ignore[operator]
+        others = [group.version for group in queue.unfinished() if group.index not in taken]
+        steps_left = sorted(version + spare for version in others if version is not None)
         return all(number < left * self.groups for number, left in enumerate(steps_left))
 
     # ---- which rank ----

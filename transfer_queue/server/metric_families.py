@@ -30,6 +30,7 @@ def metrics_of(stats: Numbers, units: Sequence[Numbers], process: Numbers) -> It
     yield from _requests("controller", [((), metrics["requests"])], metrics["bounds"]["seconds"])
     yield from _controller(stats, process)
     yield from _partitions(stats["partitions"])
+    yield from _groups(stats["partitions"])
     yield from _tasks(stats["partitions"])
     yield from _waiting(stats)
     yield _histogram(
@@ -97,6 +98,18 @@ def _partitions(partitions: Mapping[str, Any]) -> Iterator[Metric]:
     yield _gauge("tq_partition_lost_samples", "Samples that lost the field with a storage unit.", labels, lost)
     orphaned = [(values, own["abandoned"] == field) for values, own, field in by_field]
     yield _gauge("tq_partition_producers_gone", "1: all producers of the field have died.", labels, orphaned)
+
+
+def _groups(partitions: Mapping[str, Any]) -> Iterator[Metric]:
+    labels = ("partition_id", "state")
+    groups = [(name, own["groups"]) for name, own in partitions.items() if "groups" in own]
+    by_state = [((name, state), count) for name, own in groups for state, count in own["states"].items()]
+    yield _gauge("tq_groups", "Groups in this state; of those that left, all that did.", labels, by_state)
+    oldest = [((name,), own["oldest"]["age_s"]) for name, own in groups if own["oldest"] is not None]
+    yield _gauge("tq_group_oldest_lease_seconds", "Age of the oldest lease.", ("partition_id",), oldest)
+    slots = {task: each for _, own in groups for task, each in own["slots"].items()}
+    for what, text in (("used", "Slots in use."), ("budget", "Slots there are.")):
+        yield _gauge(f"tq_group_slots_{what}", text, ("task_name",), [((t,), n[what]) for t, n in slots.items()])
 
 
 def _tasks(partitions: Mapping[str, Any]) -> Iterator[Metric]:

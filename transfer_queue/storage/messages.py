@@ -365,10 +365,9 @@ def rows_answer(call: int, located: Located, offset_of: OffsetOf | None) -> Rows
     rest: dict[str, list[tuple[WireColumn, IntArray, IntArray]]] = {}
     for field, column, at, rows in located:
         offset = offset_of(column.data) if offset_of is not None and column.data.nbytes else -1
-        run = as_run(rows)
-        if is_copied_here(column, run) or (offset < 0 and not isinstance(rows, slice)):
+        run = as_run(rows) if offset >= 0 else rows
+        if not isinstance(rows, slice) and (offset < 0 or is_copied_here(column, run)):
             assert not isinstance(at, slice)
-            assert not isinstance(rows, slice)
             rest.setdefault(field, []).append((column, at, rows))
         elif offset < 0:
             packer.add(field, at, column.pick(run))

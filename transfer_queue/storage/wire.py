@@ -158,7 +158,8 @@ class WireColumn:
         assert self.row_meta is not None
         if self.layout.kind == "objects":
             return np.diff(self.row_meta)
-        sizes: IntArray = self.row_meta.prod(axis=1) * self.layout.itemsize
+        entries = self.row_meta[:, 0] if self.row_meta.shape[1] == 1 else self.row_meta.prod(axis=1)
+        sizes: IntArray = entries * self.layout.itemsize
         return sizes
 
     def start_of(self, row: int) -> int:

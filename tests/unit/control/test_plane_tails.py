@@ -429,3 +429,13 @@ def test_a_finite_stream_may_go_on_when_more_samples_come_later(plane):
     assert ended(fetch(plane, 1, 0, 1, finite=True)) == ("consumed", 0)
     put(plane, 1)
     assert batch(plane, 1, 0, 1, finite=True) == [1]
+
+
+def test_a_finite_stream_waits_for_the_declared_number_of_samples_however_quiet_it_is(plane):
+    ask(plane, ACTOR, p.CreatePartition, "p", 4)
+    put(plane, 3)
+    assert batch(plane, 2, 0, 0, finite=True) == [0, 1]
+    assert isinstance(fetch(plane, 2, 0, 1, finite=True, now=100.0), p.NotReady)
+    put(plane, 1)
+    assert batch(plane, 2, 0, 1, finite=True, now=100.0) == [2, 3]
+    assert ended(fetch(plane, 2, 0, 2, finite=True, now=100.0)) == ("consumed", 0)

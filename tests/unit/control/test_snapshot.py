@@ -48,7 +48,7 @@ from transfer_queue.sampler import BaseSampler, RankAwareSampler
 
 def lasting(state: bytes) -> dict[str, Any]:
     """What is saved, but for how often something was made or restored."""
-    return msgspec.msgpack.decode(state) | {"incarnations": 0}
+    return msgspec.msgpack.decode(state) | {"incarnations": 0, "next_lease": 1}
 
 
 class RestoredMachine(PlaneMachine):

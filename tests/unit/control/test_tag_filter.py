@@ -74,7 +74,7 @@ def test_a_missing_tag_or_an_impossible_comparison_is_false(where):
         ("exists('env')", 8, "the name of a tag"),
         ("env == 'math", 8, 'found "\'math"'),
         ("env == __import__('os')", 18, "'and', 'or' or the end"),
-        ("env.upper() == 'X'", 4, "an operator"),
+        ("env.upper() == 'X'", 10, "a comparison"),
         ("env # 'math'", 5, "an operator"),
         ("env = 'math'", 5, "expected == to compare, found \"= 'math'\""),
         ("version == 7 && env == 'math'", 14, "expected 'and', found"),

@@ -46,6 +46,7 @@ def test_built_in_names_need_no_permission() -> None:
     assert list(BUILT_IN) == [
         "SequentialSampler",
         "GRPOGroupNSampler",
+        "GroupSampler",
         "RankAwareSampler",
         "SeqlenBalancedSampler",
         "TokenBudgetSampler",

@@ -166,3 +166,25 @@ def test_alarms_are_counted_although_only_the_latest_are_told():
         ]
         scraped.scrape()
         assert scraped.value("tq_controller_alarms_total") == last
+
+
+def test_groups_are_counted_by_state_with_their_slots() -> None:
+    slots = {"g": {"used": 1, "budget": 4, "per_step": 2}}
+    oldest = {"worker": "w", "key": "q0", "age_s": 7.0}
+    groups = {"added": 3, "states": {"waiting": 2, "running": 1}, "oldest": oldest, "rejected": {}, "slots": slots}
+    scraped = Scraped()
+    scraped.put()
+    stats = scraped.reader.one(p.GetStats(scraped.reader.number())).value
+    for partition in stats["partitions"].values():
+        partition["groups"] = groups
+    (name,) = stats["partitions"]
+    found = {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in metrics_of(stats, [], {"uptime_s": 1.0, "rss_nbytes": 1}) for sample in family.samples
+        if sample.name.startswith("tq_group")
+    }  # fmt: skip
+    assert found == {
+        ("tq_groups", name, "waiting"): 2, ("tq_groups", name, "running"): 1,
+        ("tq_group_oldest_lease_seconds", name): 7,
+        ("tq_group_slots_used", "g"): 1, ("tq_group_slots_budget", "g"): 4,
+    }  # fmt: skip

@@ -235,7 +235,7 @@ class StorageUnit:
         in_place = self._in_place(request, located)
         cold = [
             column.pick(as_run(rows))
-            for _, column, _, rows in located
+            for _, column, _, rows in (located if self._blocks.spilled_nbytes else ())
             if self._is_on_disk(column) and (not in_place or is_copied_here(column, as_run(rows)))
         ]
         return self._warm(call, request, cold) if cold else self._rows(call, located, in_place)

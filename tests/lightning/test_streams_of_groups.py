@@ -17,7 +17,7 @@ from producing import rows
 from recorders import Recorder
 
 import transfer_queue as tq
-from lightning_tq import PartitionSwitch, PublishWeights, Stream, TQBatch, TQDataModule
+from lightning_tq import PartitionSwitch, PublishWeights, QueueMonitor, Stream, TQBatch, TQDataModule
 from transfer_queue import GroupSampler
 from transfer_queue.errors import InvalidRequestError, SamplerError
 
@@ -244,9 +244,11 @@ def test_a_lease_has_the_version_that_trains_when_it_is_answered(data: Make, tra
     dm = data(train=groups_of(2, "train@{epoch}", of_ahead=0, of_max_staleness=0, of_stale="drop", num_batches=2))
     for epoch in range(2):
         add(dm.client, 4, f"train@{epoch}")
-    model = Steps()
+    model, fit = Steps(), trainer(max_epochs=2, callbacks=[PublishWeights(), QueueMonitor()])
     with worker(partition="train@*") as leased:  # it asks before there is a version
-        trainer(max_epochs=2, callbacks=[PublishWeights()]).fit(model, datamodule=dm)
+        fit.fit(model, datamodule=dm)
+    names = ("staleness/mean", "staleness/max", "staleness/dropped", "queue/staleness")
+    assert [float(fit.logged_metrics[name]) for name in names] == [0.0] * 4
     assert [version for _, version in leased] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert len(model.groups) == 4
 
@@ -314,3 +316,45 @@ def test_heads_go_with_a_batch_that_is_moved_pickled_or_cut(data: Make) -> None:
     assert picked.meta.group_index == [0, 0, 1]
     assert [row[0].item() for row in picked.heads["image"].unbind()] == [6.0, 0.0]
     assert [row[0].item() for row in picked.data["x"].unbind()] == [200.0, 201.0, 0.0]
+
+
+# ---- what is said of them ----
+
+
+def test_the_fit_report_says_what_became_of_the_groups(
+    data: Make, trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    dm = data(train=groups_of(2, of_gate="max(x) > 0"))
+    add(dm.client, 4)
+    model = Steps()
+    leased = []
+    with caplog.at_level("INFO"):
+        client, thread = dm.client, threading.Thread(target=lambda: trainer().fit(model, datamodule=dm))
+        thread.start()
+        for lease in client.leases("train", timeout_s=30):
+            leased.append(lease.key)
+            if lease.key == "q3":
+                lease.reject("too easy")
+            else:
+                lease.close(members(lease.key, 2), tags=[{"x": int(lease.key[1:])}] * 2)
+        thread.join(30)
+    assert (leased, model.groups) == (["q0", "q1", "q2", "q3"], [[1, 1, 2, 2]])
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Queue: 1 batch")]
+    assert "1 rejected by max(x) > 0, 1 rejected by too easy." in said[0]
+
+
+def test_statistics_name_the_states_the_oldest_work_and_the_slots_of_groups(data: Make) -> None:
+    client = data().client
+    client.register_task("learn", GroupSampler(groups=2))
+    add(client, 6)
+    held = client.lease("train", 3)
+    held[0].close(members("q0", 2))
+    groups = client.get_stats()["partitions"]["train"]["groups"]
+    oldest = groups.pop("oldest")
+    assert groups == {
+        "added": 6, "states": {"waiting": 3, "running": 2, "closed": 1}, "rejected": {},
+        "slots": {"learn": {"used": 3, "budget": 4, "per_step": 2}},
+    }  # fmt: skip
+    assert (oldest["worker"].partition(".")[0], oldest["key"]) == (client.client_id, "q1")
+    with pytest.raises(tq.BatchTimeoutError, match=r"for 2 groups of 'train': 1 ready, 2 running \(oldest 0 s, "):
+        client.get_meta(["x"], None, "train", task_name="learn", timeout_s=0.2)

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups and leases through a real queue: workers that die, hang and come late; and what is refused at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import transfer_queue as tq
+from tests.own_processes import SLOW
+from transfer_queue.errors import GateStarvedError, GroupStateError, LeaseLostError
+
+NUM_GROUPS, NUM_WORKERS = 120, 3
+PATIENCE_S = 40.0 * SLOW
+WORKER = """
+import os, random, sys, time
+import torch, transfer_queue as tq
+partition, path = sys.argv[1:3]
+client = tq.get_client()
+ledger = open(path, "a", buffering=1)
+for lease in client.leases(partition, 2, lease_s=30.0):
+    number = int(lease.head["number"][0])
+    print("begin", number, lease.attempt, file=ledger)
+    time.sleep(random.random() * 0.02)
+    lease.put({"answer": torch.tensor([number] * 2)}, part=lease.parts[0])
+    lease.close({"answer": torch.tensor([number] * 2)}, tags=[{"reward": 1.0}] * 2)
+    print("closed", number, lease.attempt, file=ledger)
+"""
+
+
+def heads(count: int, first: int = 0) -> dict[str, Any]:
+    return {"number": torch.arange(first, first + count)}
+
+
+def answers(*numbers: int) -> dict[str, Any]:
+    return {"answer": torch.tensor(numbers)}
+
+
+def state_of(client: Any, partition: str, lease: Any) -> str:
+    return str(client.kv_list(partition)[partition][lease.key]["group.state"])
+
+
+@pytest.fixture
+def actor(client, name) -> str:
+    """A task of the test's own that draws groups."""
+    client.register_task(f"actor-{name}", tq.GroupSampler(groups=2), tail="uneven_ok")
+    return f"actor-{name}"
+
+
+# ---- workers that die ----
+
+
+def test_killed_workers_lose_skip_and_repeat_nothing(client, script, name, actor, tmp_path):
+    metas = client.add_groups(heads(NUM_GROUPS), name, parts=2, worker_attempts=50, tasks=[actor])
+    client.seal_partition(name)
+    assert metas.size == NUM_GROUPS
+
+    def begin(number: int) -> Any:
+        return script(WORKER, name, str(tmp_path / f"worker-{number}"))
+
+    workers, chance = [begin(number) for number in range(NUM_WORKERS)], random.Random(3)
+    trained: list[int] = []
+    deadline, next_kill, num_killed = time.monotonic() + PATIENCE_S, time.monotonic() + 1.0, 0
+    while time.monotonic() < deadline:
+        if time.monotonic() > next_kill and num_killed < 6:
+            at = chance.randrange(NUM_WORKERS)
+            workers[at].kill()
+            workers[at].wait()
+            num_killed += 1
+            workers[at], next_kill = begin(NUM_WORKERS + num_killed), time.monotonic() + 0.7
+        try:
+            batch = client.get_meta(["answer"], 1, name, task_name=actor, timeout_s=0.5)
+        except tq.BatchTimeoutError:
+            continue
+        except tq.EndOfPartitionError:
+            break
+        numbers = client.get_heads(batch, "number")["number"].tolist()
+        rows = client.get_data(batch)["answer"].tolist()
+        assert rows == [numbers[group] for group in batch.group_index], "rows are those of their group"
+        assert all(batch.group_index.count(group) == 4 for group in range(len(numbers))), "groups are whole"
+        trained += numbers
+    assert sorted(trained) == list(range(NUM_GROUPS))
+    written = [line.split() for path in Path(tmp_path).iterdir() for line in path.read_text().splitlines()]
+    begun = [int(number) for word, number, _ in written if word == "begin"]
+    closed = [int(number) for word, number, _ in written if word == "closed"]
+    assert set(begun) == set(range(NUM_GROUPS))
+    assert len(set(closed)) == len(closed), "no group is closed twice"
+    assert num_killed
+    for worker in workers:
+        assert worker.wait(PATIENCE_S) == 0, worker.stderr.read()
+
+
+def test_a_worker_that_is_stopped_loses_its_lease_and_comes_late(client, script, name):
+    client.add_groups(heads(1), name)
+    code = (
+        "import sys, torch, transfer_queue as tq\n"
+        "lease = tq.get_client().lease(sys.argv[1], lease_s=1.0)[0]\n"
+        "print('leased', flush=True)\n"
+        "sys.stdin.readline()\n"
+        "try: lease.close({'answer': torch.tensor([1])})\n"
+        "except tq.errors.LeaseLostError: print('lost', lease.aborted, flush=True)\n"
+    )
+    worker = script(code, name)
+    assert worker.stdout.readline() == "leased\n"
+    time.sleep(2.0)
+    with pytest.raises(tq.BatchTimeoutError, match="1 running"):
+        client.lease(name, timeout_s=0.1)  # the worker renews its lease
+    os.kill(worker.pid, signal.SIGSTOP)
+    (own,) = client.lease(name, timeout_s=PATIENCE_S)
+    assert own.attempt == 2
+    os.kill(worker.pid, signal.SIGCONT)
+    worker.stdin.write("\n")
+    worker.stdin.flush()
+    assert worker.stdout.readline() == "lost True\n"
+    own.close(answers(2))
+    batch = client.get_meta(["answer"], 1, name, task_name="reader")
+    assert client.get_data(batch)["answer"].tolist() == [2]
+
+
+# ---- handles ----
+
+
+def test_a_body_that_fails_releases_with_its_text(client, name):
+    client.add_groups(heads(1), name)
+    with pytest.raises(ZeroDivisionError), client.lease(name)[0] as lease:
+        _ = 1 // 0
+    tags = client.kv_list(name)[name][lease.key]
+    assert tags["group.state"] == "waiting"
+    assert tags["group.reason"] == ["ZeroDivisionError: integer division or modulo by zero"]
+    (again,) = client.lease(name)
+    assert again.attempt == 2
+
+
+def test_leases_end_with_the_partition_and_release_what_a_failed_body_leaves(client, name):
+    client.add_groups(heads(4), name)
+    client.seal_partition(name)
+
+    def work() -> None:
+        for lease in client.leases(name, 3):
+            if int(lease.head["number"][0]) == 1:
+                raise KeyError("the body fails")
+            lease.close(answers(0))
+
+    with pytest.raises(KeyError):
+        work()
+    seen = [int(lease.close(answers(7)).size) for lease in client.leases(name)]
+    assert seen == [1, 1, 1]
+
+
+def test_async_twins(client, name):
+    async def work() -> list[int]:
+        await client.async_add_groups(heads(3), name)
+        await client.async_seal_partition(name)
+        numbers = []
+        async for lease in client.leases(name):
+            async with lease:
+                await lease.async_put(answers(1))
+                assert (await lease.async_members()).size == 0
+                await lease.async_close(answers(2))
+            numbers.append(int(lease.head["number"][0]))
+        return numbers
+
+    assert asyncio.run(work()) == [0, 1, 2]
+
+
+def test_keep_all_goes_on_with_the_rows_of_a_lost_lease(client, name):
+    client.add_groups(heads(1), name)
+    (first,) = client.lease(name)
+    first.put(answers(5))
+    first.release("preempted")
+    (second,) = client.lease(name, keep="all")
+    assert client.get_data(second.members)["answer"].tolist() == [5]
+    second.close(answers(6))
+    batch = client.get_meta(["answer"], 2, name, task_name="reader")
+    assert client.get_data(batch)["answer"].tolist() == [5, 6]
+
+
+def test_a_lease_that_is_of_no_use_any_more_is_aborted(client, name):
+    task = f"actor-{name}"
+    client.register_task(task, tq.GroupSampler(groups=1, ahead=1, max_staleness=0, stale="drop"))
+    client.advance(name, 0)
+    client.add_groups(heads(1), name, tasks=[task])
+    (lease,) = client.lease(name)
+    assert not lease.aborted
+    client.advance(name, 1)
+    deadline = time.monotonic() + PATIENCE_S
+    while not lease.aborted:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with pytest.raises(LeaseLostError, match="stale"):
+        lease.close(answers(1))
+
+
+# ---- bad input: typed errors at once, and the others go on ----
+
+
+def test_a_lease_of_a_stranger_is_refused(client, script, name):
+    client.add_groups(heads(2), name)
+    mine, _ = client.lease(name, 2)
+    code = (
+        "import sys, torch, transfer_queue as tq\n"
+        "from transfer_queue import protocol as p\n"
+        "from transfer_queue.client.lease import Lease\n"
+        "client = tq.get_client()\n"
+        "granted = p.GrantedLease(int(sys.argv[2]), sys.argv[1], int(sys.argv[3]), 'k', 1, None, [0], {})\n"
+        "lease = Lease(client, granted, None, {}, 60.0)\n"
+        "for verb in (lambda: lease.close({'answer': torch.tensor([1])}), lambda: lease.reject('no')):\n"
+        "    try: verb()\n"
+        "    except tq.errors.LeaseLostError as error: print(type(error).__name__, flush=True)\n"
+    )
+    stranger = script(code, name, str(mine.token), str(mine._granted.head))
+    out, error = stranger.communicate(timeout=PATIENCE_S)
+    assert (out, error) == ("LeaseLostError\nLeaseLostError\n", "")
+    mine.close(answers(1))
+    assert state_of(client, name, mine) == "closed"
+
+
+def test_what_comes_after_the_end_is_refused(client, name):
+    client.add_groups(heads(2), name, parts=2)
+    first, second = client.lease(name, 2)
+    first.put(answers(1), part=0)
+    with pytest.raises(GroupStateError, match="has no rows"):
+        first.close()
+    first.close(part=0)
+    with pytest.raises(GroupStateError, match="was closed"):
+        first.put(answers(1), part=0)
+    first.close(answers(1))
+    with pytest.raises(LeaseLostError, match="has ended"):
+        first.put(answers(1))
+    second.release("for another")
+    with pytest.raises(LeaseLostError, match="has ended"):
+        second.close(answers(1))
+    assert client.lease(name)[0].attempt == 2
+
+
+def test_odd_rows_are_not_dealt(client, name):
+    client.add_groups(heads(1), name, parts=2)
+    (lease,) = client.lease(name)
+    with pytest.raises(tq.errors.InvalidRequestError, match="3 rows can't be dealt evenly to 2 parts"):
+        lease.close(answers(1, 2, 3))
+    lease.close(answers(1, 2, 3, 4))
+
+
+def test_a_head_with_a_key_that_exists_adds_no_group(client, name):
+    client.add_groups(heads(1), name, keys=["a"])
+    with pytest.raises(GroupStateError, match="1 of 2 keys exist"):
+        client.add_groups(heads(2), name, keys=["b", "a"])
+    with pytest.raises(GroupStateError, match="same key"):
+        client.add_groups(heads(2), name, keys=["c", "c"])
+    assert list(client.kv_list(name)[name]) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("terms", "text"),
+    [
+        ({"parts": 0}, "parts"), ({"parts": 2, "min_parts": 3, "deadline_s": 1.0}, "min_parts must be at most parts"),
+        ({"parts": 2, "min_parts": 1}, "give deadline_s"), ({"attempts": 0}, "attempts"),
+        ({"deadline_s": 0.0}, "deadline_s"), ({"tasks": ["a", "a"]}, "different"),
+        ({"tags": [{"group.state": "done"}]}, "belong to the queue"),
+        ({"keys": ["a", "b"]}, "Give one string per head"),
+    ],
+)  # fmt: skip
+def test_impossible_terms_are_refused(client, name, terms, text):
+    with pytest.raises(ValueError, match=text):
+        client.add_groups(heads(1), name, **terms)
+    assert client.add_groups(heads(1), name).size == 1
+
+
+def test_a_gate_that_does_not_parse_leaves_the_task_as_it_was(client, name, actor):
+    with pytest.raises(tq.errors.InvalidRequestError, match="the gate"):
+        client.register_task(actor, tq.GroupSampler(groups=2, gate="std(reward"))
+    client.add_groups(heads(2), name, tasks=[actor])
+    for lease in client.lease(name, 2):
+        lease.close(answers(1))
+    assert client.get_meta(["answer"], 1, name, task_name=actor).size == 2
+
+
+def test_a_gate_that_waits_for_a_tag_says_which(client, name, actor):
+    client.register_task(actor, tq.GroupSampler(groups=1, gate="max(score) > 0"))
+    client.add_groups(heads(1), name, tasks=[actor])
+    (lease,) = client.lease(name)
+    meta = lease.close(answers(1), tags=[{"reward": 1.0}])
+    with pytest.raises(tq.BatchTimeoutError, match="score"):
+        client.get_meta(["answer"], 1, name, task_name=actor, timeout_s=0.1)
+    meta.update_custom_meta([{"score": 1.0}])
+    client.set_custom_meta(meta)
+    assert client.get_meta(["answer"], 1, name, task_name=actor).size == 1
+
+
+def test_a_gate_over_a_tag_that_is_no_number_rejects_with_the_reason(client, name, actor):
+    client.register_task(actor, tq.GroupSampler(groups=1, gate="max(reward) > 0"))
+    client.add_groups(heads(12), name, tasks=[actor])
+    for _ in range(10):
+        (lease,) = client.lease(name)
+        lease.close(answers(1), tags=[{"reward": "high"}])
+    assert state_of(client, name, lease) == "rejected"
+    with pytest.raises(GateStarvedError, match="is no number"):
+        client.get_meta(["answer"], 1, name, task_name=actor, timeout_s=0.1)
+    (lease,) = client.lease(name)
+    lease.close(answers(1), tags=[{"reward": 1.0}])
+    assert client.get_meta(["answer"], 1, name, task_name=actor).size == 1
+
+
+def test_two_tasks_with_budgets_that_contradict_each_other_are_refused(client, name):
+    small, large = f"small-{name}", f"large-{name}"
+    client.register_task(small, tq.GroupSampler(groups=1, ahead=0))
+    client.register_task(large, tq.GroupSampler(groups=4))
+    with pytest.raises(GroupStateError, match="neither would ever step"):
+        client.add_groups(heads(1), name, tasks=[small, large])
+    client.register_task(small, tq.GroupSampler(groups=1, ahead=3))
+    client.add_groups(heads(1), name, tasks=[small, large])
+    with pytest.raises(GroupStateError, match="neither would ever step"):
+        client.register_task(small, tq.GroupSampler(groups=1, ahead=0))
+    assert len(client.lease(name)) == 1
+
+
+def test_versions_never_go_back_but_on_a_resume(client, name):
+    client.advance(name, 3)
+    with pytest.raises(GroupStateError, match="version 3 trains"):
+        client.advance(name, 2)
+    client.advance(name, 2, resumed=True)
+    client.add_groups(heads(1), name)
+    assert client.lease(name)[0].version == 2
+
+
+def test_a_lease_that_waits_says_for_what(client, name, actor):
+    with pytest.raises(tq.BatchTimeoutError, match="there is no such partition"):
+        client.lease(name, timeout_s=0.05)
+    client.add_groups(heads(9), name, tasks=[actor, f"other-{name}"])
+    with pytest.raises(tq.BatchTimeoutError, match="is not registered with a GroupSampler yet"):
+        client.lease(name, timeout_s=0.05)

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What statistics and wait reports say of a partition's groups: numbers by state, the oldest work, gates, slots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transfer_queue.control.partition import Partition
+from transfer_queue.control.state import PlaneState
+
+
+def group_numbers(state: PlaneState, partition: Partition, now: float) -> dict[str, Any]:
+    """Empty if the partition has no groups.
+
+    ``added``: those that ever were. ``states``: how many are in each. ``oldest``: of the leases here, the one that was
+    granted first. ``rejected``: by gate, or reason. ``slots``: by task that trains them, how many it has and uses.
+    """
+    groups, leases = partition.groups, state.leases
+    if groups is None:
+        return {}
+    named = {task for terms in groups.terms for task in terms.tasks}
+    tasks = sorted(named | {task for task in partition.consumers if leases.sampler(task) is not None})
+    slots = {}
+    for task in tasks:
+        sampler = leases.sampler(task)
+        budget, per_step = (0, 0) if sampler is None else (sampler.budget, sampler.groups)
+        slots[task] = {"used": leases.trainer(task).charged, "budget": budget, "per_step": per_step}
+    first = leases.oldest_of(groups)
+    oldest = None if first is None else {
+        "worker": first.client, "key": partition.keys.key_of(first.group.index), "age_s": now - first.since,
+    }  # fmt: skip
+    return {
+        "added": partition.num_heads, "states": groups.numbers(), "oldest": oldest,
+        "rejected": dict(groups.rejected), "slots": slots,
+    }  # fmt: skip
