@@ -66,6 +66,13 @@ REQUESTS = [
     p.Stage(28, p.pack_indexes([3, 4])),
     p.RestorePart(29, 29, 0, b"state", 7),
     p.Restore(29, b"state", 7, 28),
+    p.LeaseGroups(30, ["p", "q*"], 2, True, "v == 1", 5.0, "all", 3.0),
+    p.EndLease(31, "p", p.Members(1, 7, [0, 2], True), "release", "reason", "nobody"),
+    p.RenewLeases(32, [1, 2], 3.0),
+    p.Advance(33, "p*", 4, True),
+    p.Trained(34, "p", "t", 5, 1),
+    p.RetryGroups(35, "p", "v == 1"),
+    p.RejectGroups(36, "p", INDEXES, "reason"),
 ]
 REPLIES = [
     p.Done(1, {"any": [1, "small", None]}),
@@ -83,6 +90,11 @@ REPLIES = [
     p.Units(13, 7, [p.UnitInfo(0, "unit0", "host", ["ipc:///unit0"], 2**40)]),
     p.ChangedKeys(1, (1, 2, 3), {"k": {"v": 1}}, ["l"], True, "k"),
     p.Frozen(14, b"state", 2),
+    p.LeasedGroups(
+        15,
+        [p.GrantedLease(1, "p", 7, "k", 1, None, [0, 2], {0: INDEXES})],
+        [p.Batch(15, "p", INDEXES, SPEC, b"\1\1\0", heads=INDEXES, versions={7: 1})],
+    ),
 ]
 
 
