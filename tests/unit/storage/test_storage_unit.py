@@ -213,6 +213,7 @@ def test_stats_say_what_is_held_and_what_waits(small):
     assert small.stats() == {
         "unit": "u0", "samples": 1, "values": 1, "live_nbytes": 60 * KIB, "held_nbytes": 60 * KIB, "blocks": 1,
         "capacity_bytes": 100 * KIB, "parked": 1, "parked_nbytes": 60 * KIB, "uncommitted_nbytes": 20 * KIB,
+        "path": "undecided",
     }  # fmt: skip
 
 
