@@ -12,12 +12,22 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch import Callback, Trainer
 from producing import rows
 from recorders import Recorder
 
 import transfer_queue as tq
-from lightning_tq import PartitionSwitch, PublishWeights, QueueMonitor, Stream, TQBatch, TQCheckpoint, TQDataModule
+from lightning_tq import (
+    FabricLoader,
+    PartitionSwitch,
+    PublishWeights,
+    QueueMonitor,
+    Stream,
+    TQBatch,
+    TQCheckpoint,
+    TQDataModule,
+)
 from transfer_queue import GroupSampler
 from transfer_queue.errors import InvalidRequestError, SamplerError
 
@@ -211,6 +221,20 @@ def test_a_plain_loader_frees_the_slots_of_a_batch_when_the_loop_asks_for_the_ne
         assert (loop, [after >= number for number, after in enumerate(done)]) == ([2, 2, 2], [True] * 3)
         client.clear_partition("train")
         add(client, 3)
+
+
+def test_a_fabric_loop_frees_the_slots_of_a_batch_when_it_asks_for_the_next_one(data: Make) -> None:
+    client = data().client
+    add(client, 3)
+    loop: list[int] = []
+    done: list[int] = []
+    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric.launch()
+    stream = groups_of(1, of_ahead=0)
+    with FabricLoader(fabric, stream, ack="never") as loader, worker(on_lease=lambda: done.append(len(loop))):
+        for _, meta in loader:
+            loop.append(meta.size)
+    assert (loop, [after >= number for number, after in enumerate(done)]) == ([2, 2, 2], [True] * 3)
 
 
 @pytest.mark.parametrize(
