@@ -498,6 +498,9 @@ class StorageUnit:
     def _freed(self) -> None:
         """Memory is free, or can be made free by moving what is live."""
         self.calls.waits.wake_first(_MEMORY)
+        self._go_on_moving()
+
+    def _go_on_moving(self) -> None:
         if self._blocks.is_moving and not self._is_moving:
             self._is_moving = True
             self.calls.later(self._move())
@@ -519,8 +522,7 @@ class StorageUnit:
             if self._blocks.memory_nbytes < held:
                 return True
         self._blocks.start_spilling()
-        if self._blocks.is_moving:
-            self._freed()
+        self._go_on_moving()  # it wakes the waits itself: woken here, they would be examined again and again
         return False
 
     def _squeeze(self) -> None:
