@@ -87,8 +87,9 @@ def _of_groups(run: Run) -> str:
     groups = run.client.get_stats()["partitions"].get(name, {}).get("groups")
     if name is None or groups is None:
         return ""
-    said = str(Finding.of_groups(name, groups))
-    return f" {said[0].upper()}{said[1:]}"
+    found = Finding.of_groups(name, groups)
+    said = str(found)
+    return f" {said[0].upper()}{said[1:]}" if found.held_up_by else ""
 
 
 def _advice(stream: Stream, limit: Finding) -> Iterator[str]:

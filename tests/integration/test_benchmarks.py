@@ -37,6 +37,7 @@ PROMISED = {
     },
     "filters": {"ready", "first_fetch_ms", "first_fetch_turns", "first_fetch_longest_turn_ms", "fetch_ms", "put_ms"},
     "gpu": {"device"},
+    "groups": {"lease_32_ms", "close_to_put", "fetch_32_ms", "renewals_of_a_core", "bytes_per_group"},
     "inline": {"servers", "by_kib"},
     "loader": {"batches", "memcpy_ms", "workers_2"},
     "long_run": {"steps", "batch_size", "acks_and_clearing"},

@@ -21,6 +21,7 @@ from strategies_script import Sharded
 
 from lightning_tq import (
     PartitionSwitch,
+    Producer,
     PublishWeights,
     QueueMonitor,
     Stream,
@@ -28,7 +29,7 @@ from lightning_tq import (
     WeightsReader,
     WriteBack,
 )
-from transfer_queue import TransferQueueClient
+from transfer_queue import GroupSampler, TransferQueueClient
 
 
 class NamesItsRank(Recorder):
@@ -69,6 +70,8 @@ class Job:
     val: str | None = None
     fill: Callable[[TransferQueueClient], None] = field(default_factory=lambda: put_samples)
     options: dict[str, Any] = field(default_factory=lambda: {"max_epochs": 1})
+    producers: list[Producer] = field(default_factory=list)
+    sampler: GroupSampler | None = None
 
 
 def put_samples(client: TransferQueueClient) -> None:
@@ -138,7 +141,36 @@ def switching(logs: Path) -> Job:
     return Job(note, callbacks, "train@{policy_version}", "val@{global_step}", fill, options)
 
 
-JOBS = {"write_back": write_back, "weights": weights, "switching": switching}
+def groups(logs: Path) -> Job:
+    """Two workers lease a prompt each. Groups have 1 to 3 rows, so ranks get different numbers of them."""
+    seen: list[list[int]] = []
+
+    class Noting(Callback):
+        def on_train_batch_start(
+            self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+        ) -> None:
+            seen.append((batch.data["x"][:, 0] / 100).int().tolist())
+
+    def note(trainer: Trainer, model: Any) -> None:
+        steps = [
+            trainer.global_step,
+            trainer.callback_metrics["staleness/max"].item() if trainer.is_global_zero else 0.0,
+        ]
+        (logs / f"rank{trainer.global_rank}").write_text(json.dumps([seen, steps]) + "\n")
+
+    producers = [
+        Producer(target="producing:feed_numbers", args={"count": 12}),
+        Producer(target="producing:work_on_groups", count=2),
+    ]
+    sampler = GroupSampler(groups=4, max_staleness=0, stale="wait", ahead=0)
+    callbacks = [PublishWeights(), QueueMonitor(), Noting()]
+    options = {"max_epochs": 1, "accumulate_grad_batches": 1}
+    return Job(note, callbacks, fill=lambda client: None, options=options, producers=producers, sampler=sampler)
+
+
+JOBS = {
+    "groups": groups, "write_back": write_back, "weights": weights, "switching": switching,
+}  # fmt: skip
 
 
 def main() -> None:
@@ -155,12 +187,16 @@ def main() -> None:
     job = JOBS[options.job](options.log_dir)
 
     def stream(partition: str, task: str) -> Stream:
-        return Stream(partition=partition, task=task, fields=producing.FIELDS, batch_size=4, micro_batch_size=2)
+        sizes: dict[str, Any] = {"batch_size": 4, "micro_batch_size": 2}
+        if job.sampler is not None:
+            sizes = {"sampler": job.sampler, "num_batches": 3, "tail": "drop"}
+        return Stream(partition=partition, task=task, fields=producing.FIELDS, **sizes)
 
     datamodule = TQDataModule(
         train=stream(job.train, "learn"),
         val=stream(job.val, "evaluate") if job.val else None,
         queue={"units": 1},
+        producers=job.producers,
     )
 
     class Filled(Callback):

@@ -85,6 +85,20 @@ def produce_on_policy(partition: str, steps: int) -> None:
         client.put(rows(4, start=4 * step), partition_id=partition, tags=[{"policy_version": version}] * 4)
 
 
+def feed_numbers(count: int) -> None:
+    """Groups of the task "learn" with the heads 0, 1, …"""
+    from lightning_tq import feed_groups
+
+    feed_groups([{"number": number} for number in range(count)], "train", tasks=["learn"], waiting=4)
+
+
+def work_on_groups() -> None:
+    """Group n gets 1 to 3 rows, with the numbers from 100 n on."""
+    for lease in tq.get_client().leases("train"):
+        number = int(lease.head["number"][0])
+        lease.close(rows(1 + number % 3, start=100 * number))
+
+
 def produce_sizes(train: list[int], val: list[int]) -> None:
     """Rows of train@0, val@0, train@1, ... by these counts per epoch, put one by one while readers wait."""
     client = tq.get_client()

@@ -6,18 +6,28 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.fabric import Fabric
+from lightning.pytorch import Callback, Trainer
 from producing import rows
 from recorders import Recorder
 
 import transfer_queue as tq
-from lightning_tq import PartitionSwitch, PublishWeights, QueueMonitor, Stream, TQBatch, TQDataModule
+from lightning_tq import (
+    FabricLoader,
+    PartitionSwitch,
+    PublishWeights,
+    QueueMonitor,
+    Stream,
+    TQBatch,
+    TQCheckpoint,
+    TQDataModule,
+)
 from transfer_queue import GroupSampler
 from transfer_queue.errors import InvalidRequestError, SamplerError
 
@@ -213,6 +223,20 @@ def test_a_plain_loader_frees_the_slots_of_a_batch_when_the_loop_asks_for_the_ne
         add(client, 3)
 
 
+def test_a_fabric_loop_frees_the_slots_of_a_batch_when_it_asks_for_the_next_one(data: Make) -> None:
+    client = data().client
+    add(client, 3)
+    loop: list[int] = []
+    done: list[int] = []
+    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric.launch()
+    stream = groups_of(1, of_ahead=0)
+    with FabricLoader(fabric, stream, ack="never") as loader, worker(on_lease=lambda: done.append(len(loop))):
+        for _, meta in loader:
+            loop.append(meta.size)
+    assert (loop, [after >= number for number, after in enumerate(done)]) == ([2, 2, 2], [True] * 3)
+
+
 @pytest.mark.parametrize(
     ("options", "fits"),
     [
@@ -358,3 +382,67 @@ def test_statistics_name_the_states_the_oldest_work_and_the_slots_of_groups(data
     assert (oldest["worker"].partition(".")[0], oldest["key"]) == (client.client_id, "q1")
     with pytest.raises(tq.BatchTimeoutError, match=r"for 2 groups of 'train': 1 ready, 2 running \(oldest 0 s, "):
         client.get_meta(["x"], None, "train", task_name="learn", timeout_s=0.2)
+
+
+# ---- resumes ----
+
+
+@pytest.mark.parametrize("closed", [0, 1, 2])
+def test_groups_that_were_under_work_at_a_checkpoint_are_trained_once_after_it(
+    trainer: MakeTrainer, tmp_path: Path, closed: int
+) -> None:
+    """The trainer fails, and the queue is gone. When it was saved, leases were held, groups closed, or drawn ahead."""
+    path = str(tmp_path / "a.ckpt")
+
+    class Saves(Callback):
+        def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+            for lease in trainer.datamodule.client.lease("train", 4):
+                lease.close(members(lease.key, 2))
+
+        def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+            if trainer.global_step == 2:
+                held.extend(trainer.datamodule.client.lease("train", 2))  # the two that may begin
+                held[0].put(members(held[0].key, 2))
+                for lease in held[2 - closed :]:
+                    lease.close(members(lease.key, 2) if lease is held[1] else None)
+                trainer.save_checkpoint(path)
+                raise RuntimeError("the trainer falls over")
+
+    def stream_of() -> Stream:
+        return groups_of(2, num_batches=6)
+
+    held: list[tq.Lease] = []
+    first, second = Steps(), Steps()
+    with TQDataModule(train=stream_of(), queue={"units": 1}) as dm:
+        add(dm.client, 12)
+        with pytest.raises(RuntimeError, match="falls over"):
+            trainer(callbacks=[TQCheckpoint(), PublishWeights(), Saves()]).fit(first, datamodule=dm)
+    before = [number for batch in first.groups for number in batch]
+    assert (before, [lease.key for lease in held]) == ([0, 0, 1, 1, 2, 2, 3, 3], ["q4", "q5"])
+    with TQDataModule(train=stream_of(), queue={"units": 1}) as dm:
+
+        class Works(Callback):
+            def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+                stack.enter_context(worker())
+
+        fit = trainer(callbacks=[TQCheckpoint(), PublishWeights(), Works()])
+        with ExitStack() as stack:
+            fit.fit(second, datamodule=dm, ckpt_path=path)
+    after = [number for batch in second.groups for number in batch]
+    assert sorted(after) == [number for number in range(4, 12) for _ in range(2)]
+    assert fit.global_step == 6
+
+
+# ---- ranks ----
+
+
+@pytest.mark.timeout(170)
+def test_ranks_share_the_groups_of_a_step_and_no_group_is_older_than_the_bound(run_ranks: Any) -> None:
+    code, output, ranks = run_ranks("callbacks_script.py", "groups", "ddp", "2", "LOGS")
+    assert code == 0, output
+    (first, (steps, oldest)), (second, _) = (rank[0] for rank in ranks)
+    assert (steps, oldest) == (3, 0.0)
+    own = [[sorted(set(batch)) for batch in rank] for rank in (first, second)]
+    assert [len(batch) for rank in own for batch in rank] == [2] * 6, "half of each step's four groups"
+    trained = sorted(number for rank in (first, second) for batch in rank for number in batch)
+    assert trained == [number for number in range(12) for _ in range(1 + number % 3)]

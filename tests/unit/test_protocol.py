@@ -66,13 +66,12 @@ REQUESTS = [
     p.Stage(28, p.pack_indexes([3, 4])),
     p.RestorePart(29, 29, 0, b"state", 7),
     p.Restore(29, b"state", 7, 28),
-    p.LeaseGroups(30, ["p", "q*"], 2, True, "v == 1", 5.0, "all", 3.0),
-    p.EndLease(31, "p", p.Members(1, 7, [0, 2], True), "release", "reason", "nobody"),
-    p.RenewLeases(32, [1, 2], 3.0),
-    p.Advance(33, "p*", 4, True),
-    p.Trained(34, "p", "t", 5, 1),
-    p.RetryGroups(35, "p", "v == 1"),
-    p.RejectGroups(36, "p", INDEXES, "reason"),
+    p.LeaseGroups(30, ["a", "b*"], 3, True, "v == 1", 5.0, "all", 2.0),
+    p.EndLease(31, "p", p.Members(4, 5, [0, 1], True), "release", "why", "sample"),
+    p.RenewLeases(32, [1, 2**40], 3.0),
+    p.Advance(33, "p*", 7, True),
+    p.RetryGroups(34, "p", "v == 1"),
+    p.RejectGroups(35, "p", INDEXES, "why"),
 ]
 REPLIES = [
     p.Done(1, {"any": [1, "small", None]}),
@@ -91,9 +90,7 @@ REPLIES = [
     p.ChangedKeys(1, (1, 2, 3), {"k": {"v": 1}}, ["l"], True, "k"),
     p.Frozen(14, b"state", 2),
     p.LeasedGroups(
-        15,
-        [p.GrantedLease(1, "p", 7, "k", 1, None, [0, 2], {0: INDEXES})],
-        [p.Batch(15, "p", INDEXES, SPEC, b"\1\1\0", heads=INDEXES, versions={7: 1})],
+        15, [p.GrantedLease(1, "p", 2, "k", 3, 4, [0], {0: INDEXES})], [p.Batch(15, "p", INDEXES, SPEC, b"")]
     ),
 ]
 

@@ -198,7 +198,8 @@ class Partitions(Keys):
 
         ``clients`` says by client what it holds; ``asked_by`` is this client's own name there. ``alarms`` are the
         latest samplers that held the server, numbered from 1. ``metrics`` are latencies and ages as counts below the
-        bounds in ``metrics["bounds"]``.
+        bounds in ``metrics["bounds"]``. A partition with groups has ``groups``: how many were ``added``, and how
+        many are in each of the ``states``; the ``oldest`` lease; numbers ``rejected`` by gate; ``slots`` by task.
 
         Examples:
             >>> meta = client.put({"x": torch.arange(4)}, partition_id="train")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Final, Protocol
-from weakref import WeakSet
+from weakref import ref
 
 import numpy as np
 
@@ -114,7 +114,7 @@ class Groups:
         """Closed groups that no gate has judged."""
         self.emptied: dict[int, Group] = {}
         """Groups all of whose rows were deleted by others."""
-        self.followers: WeakSet[GroupFollower] = WeakSet()
+        self.followers: list[ref[GroupFollower]] = []
         self._dirty: dict[int, Group] = {}
         for name, dtype in COLUMNS:
             self._table.ensure_column(name, np.dtype(dtype))
@@ -309,17 +309,17 @@ class Groups:
 
     def _close(self, group: Group, parts: Sequence[int]) -> None:
         for part in parts:
-            own = np.array(group.members.get(part, ()), dtype=np.int64)
-            if not len(own):
+            if not group.members.get(part):
                 raise GroupStateError(
                     f"part {part} of this group has no rows, so it can't be closed. Close it with rows, release it, or "
                     f"reject the group."
                 )
         self._touch()
-        for part in parts:
-            rows = self.partition.rows_of(np.array(group.members[part], dtype=np.int64))
-            self._table.column(PART)[rows] = -1 - part
-            group.closed.add(part)
+        own = [index for part in parts for index in group.members[part]]
+        rows = self.partition.rows_of(np.array(own, dtype=np.int64))
+        of_row = self._table.column(PART)
+        of_row[rows] = -np.abs(of_row[rows])
+        group.closed.update(parts)
         self._set(group, CLOSED if len(group.closed) == group.terms.parts else group.state)
 
     # ---- work ends without rows ----
@@ -399,7 +399,7 @@ class Groups:
     def drawable(self, group: Group, can: bool) -> None:
         """All its rows have the fields of a task that draws groups, or not any more."""
         if group.state in DRAWABLE:
-            can = can or any(group in follower for follower in self.followers)
+            can = can or any(group in follower for each in self.followers if (follower := each()) is not None)
             self._set(group, READY if can else CLOSED, notify=False)
 
     def drawn(self, group: Group, task: str) -> None:
@@ -482,7 +482,7 @@ class Groups:
             self._changed(group)
 
     def _changed(self, group: Group) -> None:
-        for follower in self.followers:
+        for follower in [found for each in self.followers if (found := each()) is not None]:
             follower.group_changed(group)
 
     def _touch(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
+from weakref import ref
 
 import numpy as np
 
@@ -32,18 +33,20 @@ class ReadyGroups:
         self.order = order
         self._num_ready: dict[int, int] = {}
         self._sorted: list[tuple[Key, int]] = []
+        self._start = 0
+        """Where it begins: what is drawn lies in front, and to move all others 32 times a draw takes milliseconds."""
         self._keys: dict[int, Key] = {}
-        groups.followers.add(self)
+        groups.followers = [*(each for each in groups.followers if each() is not None), ref(self)]
         for rows in ready.blocks():
             self.changed(rows, True)
 
     def __len__(self) -> int:
-        return len(self._sorted)
+        return len(self._sorted) - self._start
 
     def __iter__(self) -> Iterator[Group]:
         """In the sampler's order."""
         live = self.groups.live
-        return (live[index] for _, index in self._sorted)
+        return (live[self._sorted[at][1]] for at in range(self._start, len(self._sorted)))
 
     def __contains__(self, group: Group) -> bool:
         return group.index in self._keys
@@ -75,12 +78,22 @@ class ReadyGroups:
         if is_ready and known is None:
             key = (self._arrival(group), 0) if self.order is None else self.order(group)
             self._keys[group.index] = key
-            insort(self._sorted, (key, group.index))
+            insort(self._sorted, (key, group.index), lo=self._start)
         elif not is_ready and known is not None:
-            del self._sorted[bisect_left(self._sorted, (known, group.index))]
+            self._remove((known, group.index))
             del self._keys[group.index]
         if is_ready != (known is not None):
             self.groups.drawable(group, is_ready)
+
+    def _remove(self, entry: tuple[Key, int]) -> None:
+        at = bisect_left(self._sorted, entry, lo=self._start)
+        if at > self._start:
+            del self._sorted[at]
+            return
+        self._start += 1
+        if 2 * self._start > len(self._sorted):
+            del self._sorted[: self._start]
+            self._start = 0
 
     def _arrival(self, group: Group) -> int:
         """Its place in the order of arrival, which outlives this object: a ready set is made anew when rows move."""
