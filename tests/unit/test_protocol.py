@@ -72,6 +72,7 @@ REQUESTS = [
     p.Advance(33, "p*", 7, True),
     p.RetryGroups(34, "p", "v == 1"),
     p.RejectGroups(35, "p", INDEXES, "why"),
+    p.Trained(36, "p", "t", 5, 1),
 ]
 REPLIES = [
     p.Done(1, {"any": [1, "small", None]}),
