@@ -75,7 +75,7 @@ class Workers:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=90)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--turns-to-live", type=int, default=2000, help="a worker's turns until it is killed; 0: never")
     parser.add_argument("--folder", type=Path, default=Path("runs/agents"))
@@ -87,7 +87,7 @@ def main() -> None:
     sampler = tq.GroupSampler(groups=GROUPS)
     client.register_task("update_actor", sampler)
     heads = {"seed": torch.randint(1 << 30, (options.steps * GROUPS,))}  # a secret number each
-    client.add_groups(heads, "train", parts=EPISODES, tasks=["update_actor"])
+    client.add_groups(heads, "train", parts=EPISODES, worker_attempts=20, tasks=["update_actor"])
     client.seal_partition("train")
     workers = Workers(options.workers, options.turns_to_live)
     report = Report(options.folder)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+from collections.abc import Callable
 
 import torch
 
@@ -13,8 +14,6 @@ import transfer_queue as tq
 from examples.agents.game import Episode
 from examples.agents.policy import Policy
 from lightning_tq import WeightsReader
-
-_chance = random.Random()  # textarena seeds the global one
 
 
 def work(turns_to_live: int = 0) -> None:
@@ -25,15 +24,21 @@ def work(turns_to_live: int = 0) -> None:
     """
     torch.set_num_threads(1)
     client, weights, policy = tq.get_client(), WeightsReader(), Policy()
+    chance = random.Random()  # textarena seeds the global one
     # by="part": several workers share a group. keep="all": turns of a dead worker stay, and the next one goes on.
-    for lease in client.leases("train", n=8, by="part", keep="all", lease_s=10.0):
+    for lease in client.leases("train", n=4, by="part", keep="all", lease_s=10.0):
         policy.load_state_dict(weights.latest().state_dict)
         turns = lease.members
         guesses = client.get_data(turns, layout="dense")["guess"].tolist() if turns.size else []
-        play(lease, Episode(int(lease.head["seed"]), guesses), policy, turns_to_live)
+        play(
+            lease,
+            Episode(int(lease.head["seed"]), guesses),
+            policy,
+            lambda: turns_to_live > 0 and chance.random() < 1 / turns_to_live,
+        )
 
 
-def play(lease: tq.Lease, episode: Episode, policy: Policy, turns_to_live: int) -> None:
+def play(lease: tq.Lease, episode: Episode, policy: Policy, dies: Callable[[], bool]) -> None:
     """Put each turn as a row of the group; the last one closes the episode."""
     while not episode.is_over:
         state = episode.state
@@ -53,5 +58,5 @@ def play(lease: tq.Lease, episode: Episode, policy: Policy, turns_to_live: int) 
             lease.close(row, tags)
         else:
             lease.put(row, tags)
-            if turns_to_live and _chance.random() < 1 / turns_to_live:
+            if dies():
                 os.kill(os.getpid(), signal.SIGKILL)  # as if its machine had failed

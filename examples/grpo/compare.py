@@ -50,7 +50,7 @@ def draw(curves: dict[str, Curve], path: Path) -> None:
 
 def main(folder: str = "runs") -> None:
     curves = {name: read(Path(folder), name) for name in RUNS}
-    for share in (0.5, 0.6, 0.7, 0.75, 0.8):
+    for share in (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8):
         found = {name: prompts_until(curve, share) for name, curve in curves.items()}
         print(f"{share:.0%} solved after: " + ", ".join(f"{name} {prompts}" for name, prompts in found.items()))
     picture = Path(folder) / "grpo_compared.png"
