@@ -342,7 +342,8 @@ def _for_groups(told: Numbers) -> Iterator[str]:
     if states.get("running"):
         yield from ("look at the worker of the oldest group", "set deadline_s (add_groups)")
     elif states.get("closed"):
-        yield "put the fields of the fetch, and the tags of the gate, for all rows of a group"
+        gate = f", and the tags of the gate {slots['gate']!r}," if slots.get("gate") else ""
+        yield f"put the fields of the fetch{gate} for all rows of a group"
     elif states.get("waiting") and slots["used"] < slots["budget"]:
         yield "start workers that lease groups"
     elif slots["used"] >= slots["budget"]:

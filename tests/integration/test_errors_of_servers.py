@@ -51,7 +51,7 @@ def test_get_client_and_the_module_functions_ask_for_init_first():
         ({"controler": {}}, "'controler'. Nearest known key: 'controller'"),
         ({"controller": {"poling_mode": True}}, "'controller.poling_mode'. Nearest known key: 'polling_mode'"),
         ({"backend": {"SimpleStorage": {"num_units": 2}}}, "'backend.SimpleStorage.num_units'"),
-        ({"backend": {"SimpleStorage": {"num_data_storage_units": 0}}}, "above 0 or null, got 0"),
+        ({"backend": {"SimpleStorage": {"num_data_storage_units": 0}}}, "num_data_storage_units is 0"),
         ({"backend": {"storage_backend": "Redis"}}, "'Redis'"),
         ({"client": {"layout": "ragged"}}, r"client\.layout.*'ragged'"),
     ],

@@ -200,7 +200,7 @@ def test_a_data_section_may_name_a_subclass(
         ),
         ({"data.producers": [{"target": 5}]}, "data.producers.target: Type collections.abc.Callable"),
         ({"data.queue.unit": 1}, "unknown configuration key 'queue.unit'; did you mean 'units'?"),
-        ({"data.train.batch_size": "four"}, "data.train.batch_size: Expected a int. Got value: four"),
+        ({"data.train.batch_size": "four"}, "data.train.batch_size: expected int"),
         ({"data.train.micro_batch_size": 9}, "micro_batch_size 9 is larger than batch_size 4"),
         ({"data.train.where": "env = 'math'"}, "the filter \"env = 'math'\" goes wrong at character 5"),
         (

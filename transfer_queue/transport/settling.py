@@ -27,7 +27,14 @@ class Settling(threading.Thread):
         self._connection = connection
         self._idle = idle
         self._has_ended = has_ended
+        self._to_start = [None]
         self._nudged = Descriptors(self, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+
+    def begin(self) -> None:
+        """Start, whichever of several threads asks first."""
+        with contextlib.suppress(IndexError):
+            self._to_start.pop()
+            self.start()
 
     def nudge(self) -> None:
         """Look at the connection again."""
