@@ -233,8 +233,8 @@ GROUPS: dict[str, Any] = {
          "it has trained (client.advance), raise ahead of 'learn', or wait longer (timeout_s)."),
         ({"states": {"closed": 9}, "rejected": {},
           "slots": {"learn": {"used": 9, "budget": 16, "per_step": 16, "gate": "any(ok)"}}},
-         "9 without a tag or field. Put the fields of the fetch, and the tags of the gate 'any(ok)', for all rows of a group, "
-         "or wait longer (timeout_s)."),
+         "9 without a tag or field. Put the fields of the fetch, and the tags of the gate 'any(ok)', for all rows of a "
+         "group, or wait longer (timeout_s)."),
         ({"states": {"waiting": 9}, "rejected": {}, "slots": {"learn": {"used": 9, "budget": 16, "per_step": 16}}},
          "9 waiting for a worker. Start workers that lease groups, or wait longer (timeout_s)."),
     ],
