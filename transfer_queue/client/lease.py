@@ -23,6 +23,7 @@ from transfer_queue.errors import (
     EndOfPartitionError,
     InvalidRequestError,
     LeaseLostError,
+    SessionEndedError,
     TransferQueueError,
 )
 from transfer_queue.metadata import BatchMeta
@@ -274,7 +275,8 @@ class Renewals:
         self._client = weakref.ref(client)
         self._lock = threading.Lock()
         self._leases: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
-        self._changed = self._closed = False
+        self._changed = False
+        self._closed = threading.Event()
         self._period_s = math.inf
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
@@ -288,7 +290,7 @@ class Renewals:
             shorter = lease_s / _RENEWED_PER_LEASE
             self._changed = True  # the thread asks for the new ones, too
             self._period_s = min(self._period_s, shorter)
-            if self._thread is None and not self._closed:
+            if self._thread is None and not self._closed.is_set():
                 self._thread = threading.Thread(target=self._run, name="transfer-queue-leases", daemon=True)
                 self._thread.start()
 
@@ -298,7 +300,8 @@ class Renewals:
 
     def close(self) -> None:
         """End the thread. Idempotent."""
-        self._closed, thread = True, self._thread
+        self._closed.set()
+        thread = self._thread
         if thread is not None and self._pid == os.getpid() and thread is not threading.current_thread():
             thread.join(_JOIN_S)
 
@@ -307,7 +310,7 @@ class Renewals:
             with self._lock:
                 leases = dict(self._leases)
                 client = self._client()
-                if self._closed or not leases or client is None:
+                if self._closed.is_set() or not leases or client is None:
                     self._thread, self._period_s = None, math.inf
                     return
                 self._changed, period_s = False, self._period_s
@@ -315,11 +318,12 @@ class Renewals:
             del leases
             try:
                 lost = self._renew(client, tokens, period_s)
-            except ClosedError:  # by the program, which has said all it wants to say
+            except (ClosedError, SessionEndedError):
                 lost = tokens
-            except TransferQueueError as error:
-                _log.warning("the leases of this process can't be renewed: %s", error)
-                lost = tokens
+            except TransferQueueError as error:  # the server may only be busy, and says later which are lost
+                _log.warning("the leases of this process can't be renewed now: %s", error)
+                self._closed.wait(period_s)
+                lost = []
             except _Again:
                 lost = []
             for token in lost:
@@ -337,7 +341,7 @@ class Renewals:
         return [*lost, *PendingCall(last).finish(self._look).value]
 
     def _look(self) -> None:
-        if self._changed or self._closed or not self._leases:
+        if self._changed or self._closed.is_set() or not self._leases:
             raise _Again
 
 

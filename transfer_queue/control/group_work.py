@@ -338,18 +338,27 @@ def deadline(state: PlaneState, groups: Groups, group: Group) -> None:
     partition = state.find(groups.partition.name, groups.partition.serial)
     if partition is None or groups.live.get(group.index) is not group:
         return
+    patience = f"in {group.terms.deadline_s:.4g} s"
+    lacks_tags = bool(group.terms.tasks) and group.index in groups.unjudged
     if group.is_under_work and len(group.closed) >= (group.terms.min_parts or group.terms.parts):
         for lease in state.leases.holders(group):
             state.leases.abort(lease)
         _gone(state, groups.late(group))
         judge(state, partition, group)
-    patience = f"in {group.terms.deadline_s:.4g} s"
-    if group.is_under_work:
+        watch_deadline(state, groups, group)  # now for its gate's tags
+    elif group.is_under_work:
         text = f"{len(group.closed)} of {group.terms.parts} parts were closed {patience}"
         leave(state, partition, group, EXPIRED, text)
-    elif group.index in groups.unjudged:
+    elif lacks_tags:
         leave(state, partition, group, EXPIRED, f"its rows did not get the tags of its gate {patience}")
     settle(state, partition)
+
+
+def watch_deadline(state: PlaneState, groups: Groups, group: Group) -> None:
+    """The patience with this group begins now, if it has an end."""
+    if group.terms.deadline_s is not None:
+        at = state.calls.now + group.terms.deadline_s
+        state.calls.at(at, partial(deadline, state, groups, group))
 
 
 def restored(state: PlaneState, versions: Mapping[str, int], next_token: int) -> None:
@@ -361,9 +370,8 @@ def restored(state: PlaneState, versions: Mapping[str, int], next_token: int) ->
         for group in groups.live.values():
             if group.state != TRAINED:
                 state.leases.charge(group)
-            if group.is_under_work and group.terms.deadline_s is not None:
-                at = state.calls.now + group.terms.deadline_s
-                state.calls.at(at, partial(deadline, state, groups, group))
+            if group.is_under_work:
+                watch_deadline(state, groups, group)
         for task, consumer in partition.consumers.items():
             if state.leases.sampler(task) is not None:
                 for entry in consumer.ledger.open_entries():

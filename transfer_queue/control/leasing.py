@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from functools import partial
 
 import numpy as np
 
@@ -128,9 +127,7 @@ class _Grants:
                 continue
             group = groups.begin(row, each, leases.next_seq(), leases.version_of(partition.name))
             leases.charge(group)
-            if each.deadline_s is not None:
-                at = self._state.calls.now + each.deadline_s
-                self._state.calls.at(at, partial(group_work.deadline, self._state, groups, group))
+            group_work.watch_deadline(self._state, groups, group)
             self._grant(partition, groups, group)
 
     def _grant(self, partition: Partition, groups: Groups, group: Group) -> None:

@@ -218,28 +218,41 @@ class Model:
 
     def worker_gone(self, worker: str) -> None:
         self.lost.pop(worker, None)
+        blamed: set[int] = set()  # one death counts once per group
         for token in [own.token for own in self.leases.values() if own.worker == worker]:
             if token in self.leases:
-                self.ends(token, "worker", is_lost=True)
+                head = self.leases[token].head
+                self.ends(token, "nobody" if head in blamed else "worker", is_lost=True)
+                blamed.add(head)
         self.lost.pop(worker, None)
 
     def pass_time(self, now: float) -> None:
         """Up to now: deadlines and leases that nobody renewed, in their order."""
+        blamed: set[tuple[float, str, int]] = set()
         while True:
             due = [(own.renewed + own.lease_s, 0, own.token) for own in self.leases.values()]
-            due += [(at.deadline, 1, at.head) for at in self.groups.values() if at.deadline and at.is_under_work]
+            due += [(at.deadline, 1, at.head) for at in self.groups.values() if at.deadline and self.may_expire(at)]
             first = min(due, default=None)
             if first is None or first[0] > now:
                 return
             if first[1] == 0:
-                self.ends(first[2], "worker", is_lost=True)
+                own = self.leases[first[2]]
+                event = (first[0], own.worker, own.head)
+                self.ends(own.token, "nobody" if event in blamed else "worker", is_lost=True)
+                blamed.add(event)
                 continue
             group = self.groups[first[2]]
-            if len(group.closed) < (group.terms.min_parts or group.terms.parts):
+            if not group.is_under_work or len(group.closed) < (group.terms.min_parts or group.terms.parts):
                 self.leaves(group, "expired")
             else:
                 group.members = {part: own for part, own in group.members.items() if part in group.closed}
                 self.close(group)
+                group.deadline = first[0] + group.terms.deadline_s
+
+    @staticmethod
+    def may_expire(group: Group) -> bool:
+        """Whether it is worked on, or lacks the tags of a gate."""
+        return group.is_under_work or bool(group.state == "closed" and not group.passed and group.terms.tasks)
 
     # ---- draws ----
 
