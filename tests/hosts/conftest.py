@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -111,6 +112,9 @@ def lasting(started: Lasting) -> Iterator[Lasting]:
     near = started.programs[0]
     for partition in near.do("client.get_partition_list()"):
         assert near.do(f"client.clear_partition({partition!r})") is None
+    deadline = time.monotonic() + 60.0  # values on the other host are deleted a little later
+    while any(samples for samples, _ in near.do("units()").values()):
+        assert time.monotonic() < deadline, "cleared values are still there"
 
 
 @pytest.fixture
