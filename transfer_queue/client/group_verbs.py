@@ -115,18 +115,13 @@ class GroupVerbs(Gets, Puts, ClientBase):
         self, rows: TensorDict, partition: str, tags: Sequence[Mapping[str, Any] | None] | None, members: p.Members
     ) -> BatchMeta:
         """New rows of a leased group. See ``Lease.put``."""
-        schema, count = extract_field_schema(rows), int(rows.batch_size[0])
+        count = int(rows.batch_size[0])
         if not count:
             raise InvalidRequestError("a put of a lease got 0 rows; there is nothing to store.")
         by_row = tags_by_row(tags, count)
         if len(by_row) > p.MOST_ROWS:
             raise InvalidRequestError(f"a put of a lease takes tags for {p.MOST_ROWS} rows, got {len(by_row)}.")
-        wait_s = await self.put_timeout_s()
-        begin = p.Reserve(self.session.number(), partition, count, to_specs(schema), wait_s, members)
-        reserved = await self.write(begin, rows, by_row)
-        assert isinstance(reserved, p.Reserved)
-        meta = BatchMeta(p.unpack_indexes(reserved.indexes).tolist(), [partition] * count)
-        meta.add_described(schema)
+        meta = await self.put_new(rows, partition, by_row, members)
         meta.heads = [members.head] * count
         return meta
 

@@ -220,7 +220,7 @@ class Puts(ClientBase):
             if not count:
                 raise InvalidRequestError("put got 0 rows; there is nothing to store.")
             parsed = rows if data_parser is None else await parsed_rows(rows, data_parser)
-            return await self._put_new(parsed, partition_id, by_row)
+            return await self.put_new(parsed, partition_id, by_row)
         check_meta("put", metadata)
         if not metadata.size:
             raise InvalidRequestError("put got metadata of 0 samples; fetch some first, or pass a partition_id.")
@@ -238,10 +238,13 @@ class Puts(ClientBase):
         metadata.update_custom_meta(tags)
         return await self._put_existing(rows, metadata, data_parser)
 
-    async def _put_new(self, rows: TensorDict, partition: str, tags: RowTags) -> BatchMeta:
+    async def put_new(
+        self, rows: TensorDict, partition: str, tags: RowTags, role: p.Members | None = None
+    ) -> BatchMeta:
+        """New samples, which may become members of a leased group."""
         schema, count = extract_field_schema(rows), int(rows.batch_size[0])
         wait_s = await self.put_timeout_s()
-        begin = p.Reserve(self.session.number(), partition, count, to_specs(schema), wait_s)
+        begin = p.Reserve(self.session.number(), partition, count, to_specs(schema), wait_s, role)
         reserved = await self.write(begin, rows, tags)
         assert isinstance(reserved, p.Reserved)
         meta = BatchMeta(p.unpack_indexes(reserved.indexes).tolist(), [partition] * count)

@@ -246,9 +246,7 @@ class Draw:
             if self.ready.count < sampler.samples_needed(self.batch_size, self.dp_size or 1):
                 return None
             view = ReadyView(self.ready, column)
-            wanted = Round(
-                view, self.batch_size, self.ranks, self.batch_index, SamplerView(self.partition, self.consumer.task)
-            )
+            wanted = Round(view, self.batch_size, self.ranks, self.batch_index, self._seen)
             batches: list[list[int]] = sampler.round(wanted)
         if not batches:
             return None
@@ -279,6 +277,11 @@ class Draw:
                 self.sampler.forget(self.partition.name, self.consumer.task, self.batch_index)
         return taken
 
+    @property
+    def _seen(self) -> SamplerView:
+        """What the sampler may read besides the ready samples."""
+        return SamplerView(self.partition, self.consumer.task)
+
     def needed(self) -> int:
         """The smallest number of ready samples that can make a round."""
         with foreign(self.sampler, self.consumer.task):
@@ -304,7 +307,7 @@ class Draw:
     def _share(self, rank: int | None, ready: ReadySet) -> Share | None:
         offered: Any = ReadyView(ready, self.partition.table.column("index"))
         arguments = self._arguments(rank)
-        arguments["partition"] = SamplerView(self.partition, self.consumer.task)
+        arguments["partition"] = self._seen
         own = _draws_rounds(type(self.sampler))
         if not own:  # users' samplers were promised a list, which they may change
             ready.listed = ready.listed or list(offered)
@@ -356,7 +359,7 @@ class Draw:
             return self._last_round(self.sampler)
         view = ReadyView(self.ready, self.partition.table.column("index"))
         with foreign(self.sampler, self.consumer.task):
-            left = self.sampler.tail(view, self.batch_size, partition=SamplerView(self.partition, self.consumer.task))
+            left = self.sampler.tail(view, self.batch_size, partition=self._seen)
         indexes = self._as_indexes(left)
         if not len(indexes):
             return []
@@ -369,9 +372,8 @@ class Draw:
 
     def _last_round(self, sampler: GroupSampler) -> list[Share]:
         view = ReadyView(self.ready, self.partition.table.column("index"))
-        task = self.consumer.task
-        with foreign(sampler, task):
-            wanted = Round(view, 1, self.ranks, self.batch_index, SamplerView(self.partition, task))
+        with foreign(sampler, self.consumer.task):
+            wanted = Round(view, self.batch_size, self.ranks, self.batch_index, self._seen)
             batches = sampler.last_round(wanted)
         indexes = [np.array(batch, dtype=np.int64) for batch in batches]
         return [Share(own, rows := self.partition.rows_of(own), rows) for own in indexes]

@@ -64,6 +64,10 @@ class Group:
         """Whether this task trains it: any does where its terms name none."""
         return not self.terms.tasks or task in self.terms.tasks
 
+    def is_done_by_all(self, tasks: frozenset[str]) -> bool:
+        """Whether all tasks that train it are among these, and one at least."""
+        return bool(tasks) and tasks.issuperset(self.terms.tasks)
+
     def all_members(self) -> list[int]:
         """Ascending within each part."""
         return [index for part in sorted(self.members) for index in self.members[part]]

@@ -10,7 +10,7 @@ import numpy as np
 
 from transfer_queue import protocol as p
 from transfer_queue.calls import Call, Holding, Until
-from transfer_queue.control.consumer import UNLEDGERED
+from transfer_queue.control.consumer import UNLEDGERED, Consumer
 from transfer_queue.control.gate import parse_gate
 from transfer_queue.control.group_record import CLOSED, DRAWN, EXPIRED, READY, REJECTED, STALE, TRAINED, Group
 from transfer_queue.control.groups import Groups
@@ -21,14 +21,13 @@ from transfer_queue.control.rows import Rows
 from transfer_queue.control.state import PlaneState
 from transfer_queue.errors import GateStarvedError, InvalidRequestError, LeaseLostError
 
-_NONE: p.Indexes = np.empty(0, dtype=np.int64)
-
 
 class PartitionWork:
     """See ``Work``."""
 
     def __init__(self, state: PlaneState, partition: Partition) -> None:
         self._state, self._partition = state, partition
+        self._readers: dict[str, Consumer] = {}
 
     @property
     def _groups(self) -> Groups:
@@ -46,27 +45,27 @@ class PartitionWork:
     def before_draw(self, task: str) -> None:
         state, groups = self._state, self._groups
         check_starved(state, task)
-        for group in list(groups.unjudged.values()):
-            judge(state, self._partition, group)
+        reader = self._partition.consumer(task)
+        if self._readers.get(task) is not reader:  # its gate may be the first one for groups that name no task
+            self._readers[task] = reader
+            _judge_all(state, self._partition)
         step = self.step_of(task)
         if step is not None:
             drop_stale(state, self._partition, task, step, is_drawing=True)
         groups.flush()
 
-    def drew(self, task: str, batches: Sequence[tuple[Hashable, int | None, list[int]]]) -> None:
+    def drew(self, task: str, batches: Sequence[tuple[Hashable, int | None, list[Group]]]) -> None:
         groups, trainer = self._groups, self._state.leases.trainer(task)
         step = self.step_of(task) or 0
-        for reader, batch, heads in batches:
-            drawn = [(groups, group) for head in heads if (group := groups.live.get(head)) is not None]
-            trainer.has_drawn(step, (self._partition.serial, reader), batch, drawn)
-            for _, group in drawn:
+        for reader, batch, own in batches:
+            trainer.has_drawn(step, (self._partition.serial, reader), batch, [(groups, group) for group in own])
+            for group in own:
                 groups.drawn(group, task)
         groups.flush()
         sampler = self._state.leases.sampler(task)
         if sampler is not None and sampler.window is not None:
-            seqs = [groups.live[head].seq for _, _, heads in batches for head in heads if head in groups.live]
             places = trainer.drawn.setdefault(self._partition.serial, [])
-            places.extend(seqs)
+            places.extend(group.seq for _, _, own in batches for group in own)
             places.sort()
 
     def gave_back(self, task: str, heads: list[int]) -> None:
@@ -186,8 +185,7 @@ def joined(state: PlaneState, call: Call, partition: Partition, members: p.Membe
         if not lease.parts:
             state.leases.end(lease)
     if lease is None or members.closes:
-        groups.note_free_parts(group, bool(state.leases.free_parts(group)))
-        groups.rest(group, bool(state.leases.holders(group)))
+        _note_holders(state, groups, group)
     judge(state, partition, group)
     settle(state, partition)
 
@@ -205,27 +203,28 @@ def lost(state: PlaneState, lease: HeldLease, reason: str, blame: str | None) ->
     if failed is not None:
         leave(state, partition, group, failed, reason)
     else:
-        groups.note_free_parts(group, bool(state.leases.free_parts(group)))
-        groups.rest(group, bool(state.leases.holders(group)))
+        _note_holders(state, groups, group)
     settle(state, partition)
+
+
+def _note_holders(state: PlaneState, groups: Groups, group: Group) -> None:
+    """Leases of it have changed."""
+    groups.note_free_parts(group, bool(state.leases.free_parts(group)))
+    groups.rest(group, bool(state.leases.holders(group)))
 
 
 def leave(state: PlaneState, partition: Partition, group: Group, into: str, reason: str) -> None:
     """The group is not trained. Its slot is free, its rows are gone, and those who work on it hear of that."""
     groups = partition.groups
     assert groups is not None
-    for lease in state.leases.holders(group):
-        state.leases.abort(lease)
-    state.leases.free(group)
-    _gone(state, groups.leave(group, into, reason))
+    state.leases.dismiss(group)
+    gone(state, groups.leave(group, into, reason))
 
 
 def finish(state: PlaneState, partition: Partition, group: Group) -> None:
     """The group is done: it is deleted, with its head."""
     assert partition.groups is not None
-    state.leases.free(group)
-    for lease in state.leases.holders(group):
-        state.leases.abort(lease)
+    state.leases.dismiss(group)
     indexes = [*group.all_members(), group.index]
     partition.groups.forget(group)
     delete(state, partition, indexes)
@@ -233,10 +232,11 @@ def finish(state: PlaneState, partition: Partition, group: Group) -> None:
 
 def delete(state: PlaneState, partition: Partition, indexes: list[int]) -> None:
     """Delete rows and their values."""
-    _gone(state, partition.clear(np.array(indexes, dtype=np.int64)))
+    gone(state, partition.clear(np.array(indexes, dtype=np.int64)))
 
 
-def _gone(state: PlaneState, indexes: p.Indexes) -> None:
+def gone(state: PlaneState, indexes: p.Indexes) -> None:
+    """These rows were cleared: their values are deleted, unless a save is still to read them."""
     state.delete(state.freezes.keep(indexes))
 
 
@@ -250,9 +250,7 @@ def clearing(state: PlaneState, partition: Partition, indexes: p.Indexes) -> p.I
         group = groups.live.get(index)
         if group is not None:
             more += group.all_members()
-            state.leases.free(group)
-            for lease in state.leases.holders(group):
-                state.leases.abort(lease)
+            state.leases.dismiss(group)
             groups.forget(group)
     return np.union1d(indexes, np.array(more, dtype=np.int64)) if more else indexes
 
@@ -267,15 +265,14 @@ def partition_gone(state: PlaneState, partition: Partition) -> None:
     for _, trainer in state.leases.trainers():
         trainer.partition_gone(partition.serial)
     for group in list(groups.live.values()):
-        state.leases.free(group)
-        for lease in state.leases.holders(group):
-            state.leases.abort(lease)
+        state.leases.dismiss(group)
     state.waits.wake_first((LEASES,))
 
 
 def rows_gone(state: PlaneState, partition: Partition) -> None:
-    """A client has deleted rows: some groups may have none left."""
+    """A client has deleted rows: some groups may have none left, or only such as a gate waited for."""
     if partition.groups is not None:
+        _judge_all(state, partition)
         settle(state, partition)
 
 
@@ -293,8 +290,7 @@ def registered(state: PlaneState, task: str) -> None:
             if task in terms.tasks:
                 state.leases.check_budgets(terms.tasks)
     for partition in partitions:
-        for group in list(partition.groups.unjudged.values()):  # type: ignore[union-attr]
-            judge(state, partition, group)
+        _judge_all(state, partition)
         settle(state, partition)
 
 
@@ -341,9 +337,8 @@ def deadline(state: PlaneState, groups: Groups, group: Group) -> None:
     patience = f"in {group.terms.deadline_s:.4g} s"
     lacks_tags = bool(group.terms.tasks) and group.index in groups.unjudged
     if group.is_under_work and len(group.closed) >= (group.terms.min_parts or group.terms.parts):
-        for lease in state.leases.holders(group):
-            state.leases.abort(lease)
-        _gone(state, groups.late(group))
+        state.leases.abort_all(group)
+        gone(state, groups.late(group))
         judge(state, partition, group)
         watch_deadline(state, groups, group)  # now for its gate's tags
     elif group.is_under_work:
@@ -382,8 +377,7 @@ def restored(state: PlaneState, versions: Mapping[str, int], next_token: int) ->
 
 def _drawn_before(state: PlaneState, partition: Partition, groups: Groups, task: str, entry: Entry) -> None:
     """A batch that was not acknowledged when the queue was saved. Its groups may be trained, or not."""
-    heads = groups.heads_of(partition.rows_of(entry.indexes))
-    own = [group for head in dict.fromkeys(heads.tolist()) if (group := groups.live.get(head)) is not None]
+    own = groups.of_rows(partition.rows_of(entry.indexes))
     drawn = [(groups, group) for group in own if group.state == DRAWN]
     if drawn:
         trainer, (rank, batch) = state.leases.trainer(task), entry.key
@@ -403,6 +397,13 @@ def retagged(state: PlaneState, partition: Partition, indexes: Iterable[int]) ->
     for head in set(groups.heads_of(rows[found]).tolist()) & groups.unjudged.keys():
         judge(state, partition, groups.unjudged[head])
     settle(state, partition)
+
+
+def _judge_all(state: PlaneState, partition: Partition) -> None:
+    """Gates judge what they have not judged."""
+    assert partition.groups is not None
+    for group in list(partition.groups.unjudged.values()):
+        judge(state, partition, group)
 
 
 def judge(state: PlaneState, partition: Partition, group: Group) -> None:
@@ -462,11 +463,13 @@ def drop_stale(state: PlaneState, partition: Partition, task: str, step: int, is
     if groups is None or sampler is None or sampler.stale != "drop" or sampler.max_staleness is None:
         return
     oldest = step - sampler.max_staleness
-    for group in list(groups.unfinished.values()):
+    too_old = []
+    for group in groups.unfinished.values():
         if group.version is not None and group.version >= oldest and not state.leases.went_back:
             break  # later ones are not older
-        if group.version is None or group.version >= oldest or not group.is_for(task) or task in group.drawn_by:
-            continue
+        if group.version is not None and group.version < oldest and group.is_for(task) and task not in group.drawn_by:
+            too_old.append(group)
+    for group in too_old:
         if group.drawn_by:
             _skip(state, partition, group, task)
         elif group.state == READY or not is_drawing:
@@ -512,14 +515,13 @@ def trained(state: PlaneState, task: str, drawn: Iterable[tuple[Groups, Group]])
             settle(state, partition)
 
 
-def acked(state: PlaneState, partition: Partition, task: str, entries: list[Entry]) -> None:
+def acked(state: PlaneState, partition: Partition, task: str, entries: Sequence[Entry]) -> None:
     """A task has acknowledged these batches, so it has trained their groups. What all have acknowledged is deleted."""
     groups = partition.groups
     if groups is None or not entries or state.leases.sampler(task) is None:
         return
     rows, found = partition.table.find(np.concatenate([entry.indexes for entry in entries]))
-    heads = dict.fromkeys(groups.heads_of(rows[found]).tolist())
-    own = [group for head in heads if (group := groups.live.get(head)) is not None]
+    own = groups.of_rows(rows[found])
     trained(state, task, [(groups, group) for group in own])
     for group in own:
         if groups.live.get(group.index) is group and groups.acked(group, task):

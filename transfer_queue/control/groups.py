@@ -72,7 +72,7 @@ class Work(Protocol):
     """What the plane does around a task's draw of groups."""
 
     def before_draw(self, task: str) -> None:
-        """Gates judge what they have not judged, and what is too old leaves."""
+        """Gates of a new reader judge what nobody has judged, and what is too old leaves."""
 
     def step_of(self, task: str) -> int | None:
         """The step for which the task draws next; None: nobody has said which version trains."""
@@ -80,8 +80,8 @@ class Work(Protocol):
     def overtook(self, task: str, seq: int) -> list[int]:
         """Places behind this one, in the order of first leases, that the task has drawn. Earlier ones are forgotten."""
 
-    def drew(self, task: str, batches: Sequence[tuple[Hashable, int | None, list[int]]]) -> None:
-        """A round of the task: by reader and batch, the heads of its groups. ``batch`` None: the reader's next one."""
+    def drew(self, task: str, batches: Sequence[tuple[Hashable, int | None, list[Group]]]) -> None:
+        """A round of the task: by reader and batch, its groups. ``batch`` None: the reader's next one."""
 
     def gave_back(self, task: str, heads: list[int]) -> None:
         """It never got them."""
@@ -141,13 +141,18 @@ class Groups:
         heads: Indexes = self._table.column(HEAD)[rows] - 1
         return heads
 
+    def of_rows(self, rows: Rows) -> list[Group]:
+        """The live groups of these members' rows, each once, in order of first appearance."""
+        heads = dict.fromkeys(self.heads_of(rows).tolist())
+        return [group for head in heads if (group := self.live.get(head)) is not None]
+
     def described(self, rows: Rows) -> tuple[bytes | None, dict[int, int]]:
         """(packed heads by row, version by head), for a reply; (None, {}) if none of the rows has a group."""
         heads = self.heads_of(rows)
         if not (heads >= 0).any():
             return None, {}
-        own = {head: self.live[head].version for head in dict.fromkeys(heads.tolist()) if head in self.live}
-        return pack_indexes(heads), {head: version for head, version in own.items() if version is not None}
+        versions = {group.index: group.version for group in self.of_rows(rows) if group.version is not None}
+        return pack_indexes(heads), versions
 
     def tags_of_members(self, group: Group) -> list[Tags]:
         indexes = np.array(group.all_members(), dtype=np.int64)
@@ -158,8 +163,7 @@ class Groups:
 
     def add(self, rows: Rows, terms: Terms) -> None:
         """These heads, which were just published, wait for their first lease."""
-        self._wait_for_first(rows, terms)
-        waiting: Tags = {"group.state": WAITING, "group.parts": terms.parts}
+        waiting = self._wait_for_first(rows, terms)
         self.partition.set_tags(dict.fromkeys(self._table.column("index")[rows].tolist(), waiting), merge=True)
 
     def with_reserved(self, tags: Mapping[int, Tags], merge: bool) -> Mapping[int, Tags]:
@@ -176,12 +180,14 @@ class Groups:
             found[index] = {name: value for name, value in known.items() if name.startswith(RESERVED)} | own
         return found
 
-    def _wait_for_first(self, rows: Rows, terms: Terms) -> None:
+    def _wait_for_first(self, rows: Rows, terms: Terms) -> Tags:
+        """Returns the reserved tags of such heads."""
         self._touch()
         if terms not in self.terms:
             self.terms.append(terms)
         self._table.column(TERMS)[rows] = 1 + self.terms.index(terms)
-        self._fresh.setdefault(terms, ReadySet()).add(rows)
+        self.fresh(terms).add(rows)
+        return {"group.state": WAITING, "group.parts": terms.parts}
 
     def are_fresh(self, indexes: Indexes) -> bool:
         """Whether all of these heads are here and wait for their first lease."""
@@ -237,7 +243,7 @@ class Groups:
     def take(self, group: Group, parts: Sequence[int], token: int, keep: str) -> Indexes:
         """A lease has these parts now. Returns the rows of earlier holders that it doesn't go on with: they are gone.
 
-        ``keep`` "none": closed parts begin anew, too, unless another lease has a part of the group.
+        ``keep`` "all": it goes on with all of them.
         """
         gone = [] if keep == "all" else [index for part in parts for index in group.members.get(part, ())]
         for part in parts:
@@ -381,9 +387,7 @@ class Groups:
         before = self.partition.tags[index]
         self.counts[before["group.state"]] -= 1
         tags = {name: own for name, own in before.items() if not name.startswith(RESERVED)}
-        terms = self.terms[-number - 1]
-        self._wait_for_first(rows, terms)
-        tags |= {"group.state": WAITING, "group.parts": terms.parts}
+        tags |= self._wait_for_first(rows, self.terms[-number - 1])
         self.partition.set_tags({index: tags}, merge=False)
         return True
 
@@ -405,7 +409,7 @@ class Groups:
     def drawn(self, group: Group, task: str) -> None:
         """It was given to a task that draws groups."""
         group.drawn_by |= {task}
-        if group.drawn_by.issuperset(group.terms.tasks):
+        if group.is_done_by_all(group.drawn_by):
             self.unfinished.pop(group.index, None)
         if group.state in DRAWABLE:
             self._set(group, DRAWN)
@@ -415,19 +419,17 @@ class Groups:
         group.drawn_by -= {task}
         group.trained_by -= {task}
         group.acked_by -= {task}
-        is_drawn = bool(group.drawn_by) and group.drawn_by.issuperset(group.terms.tasks)
-        if group.index not in self.unfinished and not is_drawn:
+        if group.index not in self.unfinished and not group.is_done_by_all(group.drawn_by):
             self.unfinished[group.index] = group
             self.order()
-        is_trained = bool(group.trained_by) and group.trained_by.issuperset(group.terms.tasks)
         if group.state in (DRAWN, TRAINED):
+            is_trained = group.is_done_by_all(group.trained_by)
             self._set(group, CLOSED if not group.drawn_by else TRAINED if is_trained else DRAWN)
         self._changed(group)
 
     def drew(self, task: str, batches: Iterable[tuple[Hashable, int | None, Rows]]) -> None:
         """A round of the task: by reader and batch, the rows."""
-        heads = [(reader, batch, dict.fromkeys(self.heads_of(rows).tolist())) for reader, batch, rows in batches]
-        self.work.drew(task, [(reader, batch, list(own)) for reader, batch, own in heads])
+        self.work.drew(task, [(reader, batch, self.of_rows(rows)) for reader, batch, rows in batches])
 
     def gave_back(self, task: str, rows: Rows) -> None:
         """Nobody got these rows."""
@@ -440,7 +442,7 @@ class Groups:
     def trained(self, group: Group, task: str) -> bool:
         """A task has trained it. Returns whether all its tasks have, by now."""
         group.trained_by |= {task}
-        is_over = group.state == DRAWN and group.trained_by.issuperset(group.terms.tasks)
+        is_over = group.state == DRAWN and group.is_done_by_all(group.trained_by)
         if is_over:
             self._set(group, TRAINED)
         return is_over
@@ -448,7 +450,7 @@ class Groups:
     def acked(self, group: Group, task: str) -> bool:
         """A task asks for it no more. Returns whether it is done: each of its tasks has trained and acknowledged it."""
         group.acked_by |= {task}
-        return group.state == TRAINED and bool(group.terms.tasks) and group.acked_by.issuperset(group.terms.tasks)
+        return group.state == TRAINED and bool(group.terms.tasks) and group.is_done_by_all(group.acked_by)
 
     def forget(self, group: Group) -> None:
         """Its rows are about to be deleted."""
@@ -512,13 +514,12 @@ class Groups:
             if number > 0:
                 self._fresh[self.terms[number - 1]].discard(np.array([row], dtype=np.intp))
         touched: dict[int, Group] = {}
-        heads, indexes = self.heads_of(rows), self._table.column("index")[rows]
-        for index, head in zip(indexes[heads >= 0].tolist(), heads[heads >= 0].tolist(), strict=True):
+        members = rows[self.heads_of(rows) >= 0]
+        indexes, parts = self._table.column("index")[members], np.abs(self._table.column(PART)[members]) - 1
+        heads = self.heads_of(members)
+        for index, head, part in zip(indexes.tolist(), heads.tolist(), parts.tolist(), strict=True):
             group = self.live.get(head)
-            if group is None:
-                continue
-            part = abs(self._table.column(PART).item(int(self._table.column("index").searchsorted(index)))) - 1
-            if index in group.members.get(part, ()):
+            if group is not None and index in group.members.get(part, ()):
                 group.members[part].remove(index)
                 group.num_members -= 1
                 touched[head] = group
@@ -553,8 +554,7 @@ class Groups:
             assert found.all(), "members are here"
             assert (self.heads_of(rows) == group.index).all(), "members name their head"
             assert group.state not in LEFT, "what has left is not live"
-            drawn = bool(group.drawn_by) and group.drawn_by.issuperset(group.terms.tasks)
-            assert (group.index in self.unfinished) == (not drawn), group.state
+            assert (group.index in self.unfinished) == (not group.is_done_by_all(group.drawn_by)), group.state
             if not self._dirty:
                 assert self.partition.tags[group.index]["group.state"] == group.state, "tags say the state"
         assert self.num_under_work == sum(group.state in UNDER_WORK for group in self.live.values())

@@ -210,7 +210,7 @@ class Leases:
 
     def version_of(self, partition: str) -> int | None:
         """The version that trains there; None: nobody has said so."""
-        own = [version for name, version in self.versions.items() if name == partition or fnmatchcase(partition, name)]
+        own = [version for name, version in self.versions.items() if is_of(partition, name)]
         return max(own, default=None)
 
     def step_of(self, task: str, partition: str) -> int | None:
@@ -311,6 +311,16 @@ class Leases:
             self.calls.waits.wake((_RENEWALS, lease.client))
         return was_held
 
+    def abort_all(self, group: Group) -> None:
+        """Work on this group is of no use any more."""
+        for lease in self.holders(group):
+            self.abort(lease)
+
+    def dismiss(self, group: Group) -> None:
+        """The group goes: its slot is free, and nobody works on it."""
+        self.abort_all(group)
+        self.free(group)
+
     def lose(self, lease: HeldLease, reason: str, blame: str | None) -> None:
         """Its parts are for others. It may still close them while nobody has them."""
         if not self.abort(lease):
@@ -371,7 +381,7 @@ class Leases:
 
     def has_ended(self, name: str) -> bool:
         """Whether such a partition was there, by name or pattern."""
-        return name in self._ended or (is_pattern(name) and any(fnmatchcase(each, name) for each in self._ended))
+        return name in self._ended or (is_pattern(name) and any(is_of(each, name) for each in self._ended))
 
     def partition_made(self, name: str) -> None:
         self._ended.pop(name, None)
@@ -386,6 +396,11 @@ def _blamed_once(leases: Iterable[HeldLease]) -> list[tuple[HeldLease, str | Non
 def is_pattern(name: str) -> bool:
     """Whether it may match several partitions."""
     return any(character in name for character in "*?[")
+
+
+def is_of(partition: str, name: str) -> bool:
+    """Whether a partition has this name, or matches this pattern."""
+    return partition == name or fnmatchcase(partition, name)
 
 
 def queue_of(partitions: list[str], where: str | None, by_part: bool) -> tuple[Hashable, ...]:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from transfer_queue.control import group_work
 from transfer_queue.control.filtered import FilteredSet
 from transfer_queue.control.group_record import REJECTED, Group
 from transfer_queue.control.groups import Groups
-from transfer_queue.control.leases import LEASES, HeldLease, is_pattern, queue_of
+from transfer_queue.control.leases import LEASES, HeldLease, is_of, is_pattern, queue_of
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.serving import describe
@@ -133,16 +132,13 @@ class _Grants:
     def _grant(self, partition: Partition, groups: Groups, group: Group) -> None:
         leases, request = self._state.leases, self._request
         if request.keep == "none" and group.closed and not leases.holders(group):
-            self._delete(partition, groups.begin_anew(group))
+            group_work.gone(self._state, groups.begin_anew(group))
         free = leases.free_parts(group)
         for parts in [[part] for part in free[: self._num_missing]] if request.by_part else [free]:
             made = leases.grant(self._call, groups, group, parts, request.lease_s)
             self._leases.append(made)
-            self._delete(partition, groups.take(group, parts, made.token, request.keep))
+            group_work.gone(self._state, groups.take(group, parts, made.token, request.keep))
         groups.note_free_parts(group, bool(leases.free_parts(group)))
-
-    def _delete(self, partition: Partition, gone: p.Indexes) -> None:
-        self._state.delete(self._state.freezes.keep(gone))
 
     def _described(self, made: HeldLease) -> p.GrantedLease:
         group, partition = made.group, made.groups.partition
@@ -156,12 +152,10 @@ class _Grants:
 def matching(state: PlaneState, names: list[str]) -> Iterator[Partition]:
     """The partitions of these names and patterns: as they were named, and the oldest first."""
     for name in names:
-        if not is_pattern(name):
-            partition = state.partitions.get(name)
-            if partition is not None:
-                yield partition
-        else:
-            yield from [each for each in state.partitions.values() if fnmatchcase(each.name, name)]
+        if is_pattern(name):
+            yield from [each for each in state.partitions.values() if is_of(each.name, name)]
+        elif name in state.partitions:
+            yield state.partitions[name]
 
 
 def _is_over(state: PlaneState, names: list[str]) -> bool:
@@ -234,7 +228,7 @@ def advance(state: PlaneState, call: Call, request: p.Advance) -> p.Reply:
             (groups, groups.live[index])
             for step, drawn in trainer.rounds.items() if step < request.version
             for index, groups in drawn.items()
-            if index in groups.live and _is_of(groups.partition.name, request.partition)
+            if index in groups.live and is_of(groups.partition.name, request.partition)
         ]  # fmt: skip
         group_work.trained(state, task, over)
     for partition in list(matching(state, [request.partition])):
@@ -253,10 +247,6 @@ def trained(state: PlaneState, call: Call, request: p.Trained) -> p.Reply:
     if partition is not None:
         group_work.heard_of_trained(state, partition, request.task, request.dp_rank, request.before)
     return p.Done(request.id)
-
-
-def _is_of(partition: str, name: str) -> bool:
-    return partition == name or fnmatchcase(partition, name)
 
 
 def retry(state: PlaneState, call: Call, request: p.RetryGroups) -> Steps:
@@ -289,8 +279,7 @@ def reject(state: PlaneState, call: Call, request: p.RejectGroups) -> p.Reply:
     if partition.groups is None:
         raise GroupStateError(f"partition {request.partition!r} has no groups.")
     rows, found = partition.table.find(p.unpack_indexes(request.indexes))
-    heads = dict.fromkeys(partition.groups.heads_of(rows[found]).tolist())
-    own = [group for head in heads if (group := partition.groups.live.get(head)) is not None]
+    own = partition.groups.of_rows(rows[found])
     for group in own:
         group_work.leave(state, partition, group, REJECTED, request.reason)
     group_work.settle(state, partition)

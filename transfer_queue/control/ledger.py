@@ -178,29 +178,25 @@ class Ledger:
     def _token(self, number: int) -> str:
         return f"{self._name}/{self.num_resets}#{number}"
 
-    def ack(self, tokens: Iterable[str], earlier: bool = False) -> int:
-        """Acknowledge the batches of these tokens; unknown or old tokens are ignored. Returns the number of batches.
+    def ack(self, tokens: Iterable[str], earlier: bool = False) -> list[Entry]:
+        """Acknowledge the batches of these tokens; unknown or old tokens are ignored. Returns these batches.
 
         ``earlier``: also acknowledge earlier batches of the same rank, if their acks are missing.
         """
-        entries = self.acked_by(tokens, earlier)
-        for entry in entries:
-            self.close(entry)
-        return len(entries)
-
-    def is_open(self, number: int) -> bool:
-        """Whether the batch of this number is not settled."""
-        return number in self._by_number
-
-    def acked_by(self, tokens: Iterable[str], earlier: bool = False) -> list[Entry]:
-        """The open batches that ``ack`` with the same arguments settles."""
-        found: dict[int, Entry] = {}
+        acked: list[Entry] = []
         for token in tokens:
             number = token.rpartition("#")[2]
             entry = self._by_number.get(int(number)) if number.isdecimal() and len(number) < _MAX_DIGITS else None
             if entry is not None and entry.token == token:
-                found.update((each.number, each) for each in (self._up_to(entry.key) if earlier else [entry]))
-        return list(found.values())
+                entries = self._up_to(entry.key) if earlier else [entry]
+                for each in entries:
+                    self.close(each)
+                acked += entries
+        return acked
+
+    def is_open(self, number: int) -> bool:
+        """Whether the batch of this number is not settled."""
+        return number in self._by_number
 
     def _up_to(self, key: BatchKey) -> list[Entry]:
         return [entry for index, entry in self._ranks[key[0]].open.items() if index <= key[1]]

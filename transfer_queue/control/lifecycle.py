@@ -186,11 +186,9 @@ def ack(state: PlaneState, call: Call, request: p.Ack) -> p.Reply:
 
 def acknowledge(state: PlaneState, partition: Partition, task: str, tokens: list[str], earlier: bool = False) -> int:
     """Acknowledge batches of a task. Returns how many."""
-    ledger = partition.consumer(task).ledger
-    entries = [] if partition.groups is None else ledger.acked_by(tokens, earlier)
-    num_acked = ledger.ack(tokens, earlier)
+    entries = partition.consumer(task).ledger.ack(tokens, earlier)
     group_work.acked(state, partition, task, entries)
-    return num_acked
+    return len(entries)
 
 
 def reset_consumption(state: PlaneState, call: Call, request: p.ResetConsumption) -> p.Reply:

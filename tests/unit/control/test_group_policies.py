@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -399,3 +400,29 @@ def test_the_bound_holds(name):
 @pytest.mark.parametrize("name", BOUNDS)
 def test_the_bound_holds_over_ten_thousand_schedules(name):
     hold(name, 1000, SLOW_SCHEDULES // len(BOUNDS))
+
+
+def test_a_reward_costs_as_much_however_many_groups_wait_for_theirs() -> None:
+    def calls_of_a_reward(groups: int) -> int:
+        queue = Queue(check=False)
+        queue.register("actor", GroupSampler(groups=2, ahead=groups, gate="all(reward)"))
+        queue.add(groups, tasks=("actor",))
+        heads = queue.work(groups)
+        assert queue.fetch("actor", wait_s=60.0) is None, "a trainer waits for the first step"
+        calls = 0
+
+        def count(*_: Any) -> None:
+            nonlocal calls
+            calls += 1
+
+        reward = p.SetTags(queue.number(), {PART: {queue.members(heads[0])[0]: {"reward": 1.0}}}, True)
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            queue.send(WORKER, reward)
+        finally:
+            sys.setprofile(before)
+        assert queue.tags(heads[0])["group.state"] == "ready"
+        return calls
+
+    assert calls_of_a_reward(200) < 1.2 * calls_of_a_reward(20)
