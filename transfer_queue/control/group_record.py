@@ -22,6 +22,7 @@ STALE: Final = "stale"
 LEFT: Final = (FAILED, EXPIRED, REJECTED, STALE)
 UNDER_WORK: Final = (WAITING, RUNNING)
 DRAWABLE: Final = (CLOSED, READY)
+COMPLETE: Final = (CLOSED, READY, DRAWN, TRAINED)
 RESERVED: Final = "group."
 """How the names of the tags begin that only the queue sets."""
 _NOBODY: frozenset[str] = frozenset()

@@ -17,6 +17,7 @@ import numpy as np
 from transfer_queue.control.consumer import Consumer
 from transfer_queue.control.group_record import (
     CLOSED,
+    COMPLETE,
     DRAWABLE,
     DRAWN,
     FAILED,
@@ -404,7 +405,7 @@ class Groups:
         """All its rows have the fields of a task that draws groups, or not any more."""
         if group.state in DRAWABLE:
             can = can or any(group in follower for each in self.followers if (follower := each()) is not None)
-            self._set(group, READY if can else CLOSED, notify=False)
+            self._set(group, READY if can else CLOSED)
 
     def drawn(self, group: Group, task: str) -> None:
         """It was given to a task that draws groups."""
@@ -464,7 +465,7 @@ class Groups:
         group.state = "gone"
         self._changed(group)
 
-    def _set(self, group: Group, state: str, notify: bool = True) -> None:
+    def _set(self, group: Group, state: str) -> None:
         before, group.state = group.state, state
         self._dirty[group.index] = group
         if before == state:
@@ -480,7 +481,7 @@ class Groups:
             self.unjudged[group.index] = group
         elif state != READY:
             self.unjudged.pop(group.index, None)
-        if notify:
+        if (before in COMPLETE) != (state in COMPLETE):  # no other change makes a group ready, or ends that
             self._changed(group)
 
     def _changed(self, group: Group) -> None:

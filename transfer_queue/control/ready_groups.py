@@ -9,14 +9,13 @@ from weakref import ref
 
 import numpy as np
 
-from transfer_queue.control.group_record import CLOSED, DRAWN, READY, TRAINED, Group
+from transfer_queue.control.group_record import COMPLETE, Group
 from transfer_queue.control.groups import Groups
 from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.rows import Rows
 from transfer_queue.protocol import Tags
 from transfer_queue.sampler.group_sampler import GroupSampler
 
-_COMPLETE = (CLOSED, READY, DRAWN, TRAINED)
 Key = tuple[int, int]
 Order = Callable[[Group], Key]
 
@@ -69,7 +68,7 @@ class ReadyGroups:
         """Its state, its gate or its rows have changed."""
         num_ready = self._num_ready.get(group.index, 0)
         is_ready = (
-            group.state in _COMPLETE
+            group.state in COMPLETE
             and group.passed
             and 0 < num_ready == group.num_members
             and group.is_for(self._task)
@@ -86,9 +85,8 @@ class ReadyGroups:
             self.groups.drawable(group, is_ready)
 
     def _remove(self, entry: tuple[Key, int]) -> None:
-        at = bisect_left(self._sorted, entry, lo=self._start)
-        if at > self._start:
-            del self._sorted[at]
+        if self._sorted[self._start] != entry:  # a draw takes the first ones: to look for each takes longer among more
+            del self._sorted[bisect_left(self._sorted, entry, lo=self._start)]
             return
         self._start += 1
         if 2 * self._start > len(self._sorted):

@@ -300,15 +300,15 @@ class ServedFetch:
         if draw.batch_index is None:
             fresh = shares[0].consumed[self.consumer.given[shares[0].consumed] == 0]
             self.drawn = self.partition.table.column("index")[fresh]
-            self.consumer.give(shares[0].consumed, UNLEDGERED)
             if self._groups is not None:
                 self._groups.drew(self._fetch.task, [(self._client, None, shares[0].rows)])
+            self.consumer.give(shares[0].consumed, UNLEDGERED)
             return self._batch(shares[0].indexes, shares[0].rows, padding=shares[0].padding)
         entries = [self._write(rank, draw.batch_index, share) for rank, share in zip(draw.ranks, shares, strict=False)]
-        self._give(entries, shares)
-        if self._groups is not None:
+        if self._groups is not None:  # before their rows leave the ready set, which would make them closed once more
             drawn = [(*entry.key, share.rows) for entry, share in zip(entries, shares, strict=True)]
             self._groups.drew(self._fetch.task, drawn)
+        self._give(entries, shares)
         reply: Batch | None = None
         for entry, share in zip(entries, shares, strict=True):
             if entry.key[0] == self._rank:
