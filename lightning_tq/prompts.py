@@ -76,21 +76,13 @@ def feed_groups(
         client.seal_partition(names[epoch])
 
 
-def feed(
-    rows: str,
-    partition: str,
-    epochs: int = 1,
-    waiting: int = 256,
-    key: str = "row",
-    tags: Sequence[str] = (),
-    args: Mapping[str, Any] | None = None,
-    **terms: Any,
-) -> None:
+def feed(rows: str, partition: str, *, args: Mapping[str, Any] | None = None, **terms: Any) -> None:
     """``feed_groups`` as the target of a Producer: ``Producer(target="lightning_tq.prompts:feed", args={...})``.
 
     Args:
         rows: "module:function", which returns the rows. A function with a parameter "epoch" gets it.
         args: Other keyword arguments of that function.
+        terms: The rest as for ``feed_groups``.
     Raises:
         ConfigError: there is no such function.
     """
@@ -104,7 +96,7 @@ def feed(
         found: Iterable[Row] = function(**given, **({"epoch": epoch} if takes_epoch else {}))
         return found
 
-    feed_groups(of_epoch, partition, epochs=epochs, waiting=waiting, key=key, tags=tags, **terms)
+    feed_groups(of_epoch, partition, **terms)
 
 
 def _first_epoch(client: TransferQueueClient, names: list[str]) -> int:

@@ -291,7 +291,8 @@ async def async_kv_put(
         {'train': {'q7': {'done': True}}}
     """
     tags = None if tag is None else [tag]
-    return await kv.batch_put(get_client(), [key], partition_id, kv.one_row(fields), tags, data_parser)
+    rows = await kv.rows_of(kv.one_row(fields), data_parser)
+    return await kv.batch_put(get_client(), [key], partition_id, rows, tags)
 
 
 async def async_kv_batch_put(
@@ -318,7 +319,7 @@ async def async_kv_batch_put(
         >>> meta.keys
         ['q1', 'q2']
     """
-    return await kv.batch_put(get_client(), keys, partition_id, fields, tags, data_parser)
+    return await kv.batch_put(get_client(), keys, partition_id, await kv.rows_of(fields, data_parser), tags)
 
 
 async def async_kv_batch_get(

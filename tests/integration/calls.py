@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar, get_args
 
 import torch
+from tensordict import TensorDict
 
 import transfer_queue as tq
 from transfer_queue import protocol as p
@@ -55,7 +56,7 @@ def answered(client: tq.TransferQueueClient, request: p.Request, reply: type[R],
 
 def put_by_key(client: tq.TransferQueueClient, partition: str, key: str, value: int) -> None:
     """Put field "a" as this client: the verbs of keys put as that of the process."""
-    blocking(kv.batch_put(client, [key], partition, {"a": torch.tensor([value])}, None))
+    blocking(kv.batch_put(client, [key], partition, TensorDict({"a": torch.tensor([value])}, [1]), None))
 
 
 def _caller_of(client: tq.TransferQueueClient) -> SocketCaller:

@@ -51,13 +51,13 @@ async def kv_put(client: Client, partition: str, meta: tq.BatchMeta) -> None:
     """``tq.async_kv_put`` by this client."""
     from transfer_queue.client import kv
 
-    await kv.batch_put(client, ["new"], partition, kv.one_row({"x": torch.ones(1)}), None)
+    await kv.batch_put(client, ["new"], partition, await kv.rows_of(kv.one_row({"x": torch.ones(1)})), None)
 
 
 async def kv_put_onto_known(client: Client, partition: str, meta: tq.BatchMeta) -> None:
     from transfer_queue.client import kv
 
-    await kv.batch_put(client, ["known", "new"], partition, rows(2), [{"a": 1}, {"a": 2}])
+    await kv.batch_put(client, ["known", "new"], partition, await kv.rows_of(rows(2)), [{"a": 1}, {"a": 2}])
 
 
 VERBS = {

@@ -8,12 +8,12 @@ import signal
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from calls import fetch_of
+from tensordict import TensorDict
 
 import transfer_queue as tq
 from tests.integration.faults import client_of, comes_true
@@ -64,7 +64,7 @@ def put_by_key(client: tq.TransferQueueClient, partition: str, number: int, widt
     from transfer_queue.client import kv
     from transfer_queue.transport.blocking import run_blocking
 
-    rows: Any = values(number, width)
+    rows = TensorDict(values(number, width), batch_size=[2])
     run_blocking(kv.batch_put(client, [f"{number} a", f"{number} b"], partition, rows, None))
 
 

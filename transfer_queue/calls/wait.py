@@ -13,6 +13,7 @@ import itertools
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Final
 
@@ -33,39 +34,32 @@ Decide = Callable[["Wait", bool], "Reply | More | None"]
 _rank = attrgetter("rank")
 
 
+@dataclass(slots=True, eq=False)
 class Wait:
-    """One call's wait. ``rank``: its place in the queue, by order and then by arrival. ``owner``: the call.
+    """One call's wait."""
 
-    ``late``: its deadline is over. ``overtaken``: the size of all that has overtaken it.
-    """
-
-    __slots__ = ("answer", "deadline", "done", "due", "keys", "late", "overtaken", "owner", "queue", "rank", "since",
-                 "size")  # fmt: skip
-
-    def __init__(
-        self, queue: Name, deadline: float, answer: Decide, *, order: float = 0.0, size: int = 0,
-        keys: tuple[Hashable, ...] = (), due: bool = False,
-    ) -> None:  # fmt: skip
-        """
-        Args:
-            deadline: In the caller's monotonic seconds. At that time it is examined as late.
-            size: How much room it takes, in a queue with sizes.
-            keys: What else wakes it.
-            due: It is to be examined at once.
-        """
-        self.queue, self.deadline, self.answer, self.size, self.keys, self.due = (
-            queue,
-            deadline,
-            answer,
-            size,
-            keys,
-            due,
-        )
-        self.rank = (order, 0)
-        self.since = 0.0
-        self.overtaken = 0
-        self.late = self.done = False
-        self.owner: Any = None
+    queue: Name
+    deadline: float
+    """In the caller's monotonic seconds. At that time it is examined as late."""
+    answer: Decide
+    order: float = 0.0
+    """Waits with a lower one stand in front."""
+    size: int = 0
+    """How much room it takes, in a queue with sizes."""
+    keys: tuple[Hashable, ...] = ()
+    """What else wakes it."""
+    due: bool = False
+    """It is to be examined at once."""
+    rank: tuple[float, int] = field(init=False)
+    """Its place in the queue: by order, and then by arrival."""
+    since: float = field(init=False, default=0.0)
+    overtaken: int = field(init=False, default=0)
+    """The size of all that has overtaken it."""
+    late: bool = field(init=False, default=False)
+    """Its deadline is over."""
+    done: bool = field(init=False, default=False)
+    owner: Any = field(init=False, default=None)
+    """The call."""
 
 
 _Due = list[tuple[tuple[float, int], Wait]]
@@ -148,7 +142,7 @@ class Waits:
 
     def park(self, owner: Any, wait: Wait, now: float) -> None:
         """The call ``owner`` waits."""
-        wait.owner, wait.since, wait.rank = owner, now, (wait.rank[0], next(self._arrivals))
+        wait.owner, wait.since, wait.rank = owner, now, (wait.order, next(self._arrivals))
         queue = self._queues.get(wait.queue)
         if queue is None:
             queue = self._queues[wait.queue] = _Queue(*self._rooms.get(wait.queue, (None, None)))

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict
 
 import msgspec
 import torch
@@ -22,10 +22,23 @@ from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError, Invali
 from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.utils.logging_utils import get_logger
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 Keep = Literal["all", "closed", "none"]
 _log = get_logger(__name__)
+LEASE_S: Final = 60.0
 _SLICE_S = 30.0
 """The longest wait of one request. After each one without a lease, it is logged what the caller waits for."""
+
+
+class LeaseTerms(TypedDict, total=False):
+    """What ``lease`` and ``leases`` take by name."""
+
+    by: Literal["group", "part"]
+    where: str | None
+    lease_s: float
+    keep: Keep
 
 
 class GroupVerbs(Gets, Puts, ClientBase):
@@ -132,7 +145,7 @@ class GroupVerbs(Gets, Puts, ClientBase):
         *,
         by: Literal["group", "part"] = "group",
         where: str | None = None,
-        lease_s: float = 60.0,
+        lease_s: float = LEASE_S,
         keep: Keep = "closed",
         timeout_s: float | None = None,
     ) -> list[Lease]:
@@ -157,7 +170,8 @@ class GroupVerbs(Gets, Puts, ClientBase):
             >>> [lease.tags for lease in client.lease("train", 2, where="env == 'code'")]
             [{'env': 'code'}]
         """
-        return await self.leased(_request(partition, n, by, where, lease_s, keep), timeout_s)
+        terms = LeaseTerms(by=by, where=where, lease_s=lease_s, keep=keep)
+        return await self.leased(_request(partition, n, terms), timeout_s)
 
     async def leased(self, request: p.LeaseGroups, timeout_s: float | None) -> list[Lease]:
         began, limit = time.monotonic(), None if timeout_s is None else checked_wait("lease", timeout_s)
@@ -200,24 +214,21 @@ class GroupVerbs(Gets, Puts, ClientBase):
         partition: str | Sequence[str],
         n: int = 1,
         *,
-        by: Literal["group", "part"] = "group",
-        where: str | None = None,
-        lease_s: float = 60.0,
-        keep: Keep = "closed",
         timeout_s: float | None = None,
+        **terms: Unpack[LeaseTerms],
     ) -> LeaseStream:
         """Leases one after the other, for a worker: with ``for`` or ``async for``, until no group can need work.
 
         Args:
-            n: How many it asks for at once; the rest as for ``lease``.
+            n: How many it asks for at once.
+            terms: ``by``, ``where``, ``lease_s`` and ``keep``, as for ``lease``.
         Examples:
             >>> meta = client.add_groups({"prompt": torch.arange(2)}, "train")
             >>> client.seal_partition("train")
             >>> for lease in client.leases("train"):
             ...     rows = lease.close({"response": lease.head["prompt"] * 10})
         """
-        request = _request(partition, n, by, where, lease_s, keep)
-        return LeaseStream(partial(self.leased, request, timeout_s))
+        return LeaseStream(partial(self.leased, _request(partition, n, terms), timeout_s))
 
     async def async_advance(self, partition: str, version: int, *, resumed: bool = False) -> None:
         """Say which policy version trains now. What was drawn for earlier steps counts as trained.
@@ -326,19 +337,18 @@ def _check_terms(**numbers: int | None) -> None:
             raise InvalidRequestError(f"{name} must be a whole number from 1 to {2**16}, got {number!r}.")
 
 
-def _request(
-    partition: str | Sequence[str], n: int, by: str, where: str | None, lease_s: float, keep: Keep
-) -> p.LeaseGroups:
+def _request(partition: str | Sequence[str], n: int, terms: LeaseTerms) -> p.LeaseGroups:
     """Raises InvalidRequestError for what the server would refuse less clearly."""
     names = [partition] if isinstance(partition, str) else list(partition)
     if not names or not all(isinstance(name, str) for name in names):
         raise InvalidRequestError(f"partition must be a name, a pattern or a list of them, got {partition!r}.")
     if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= p.MOST_ROWS:
         raise InvalidRequestError(f"n must be a whole number from 1 to {p.MOST_ROWS}, got {n!r}.")
+    by, keep, lease_s = terms.get("by", "group"), terms.get("keep", "closed"), terms.get("lease_s", LEASE_S)
     if by not in ("group", "part"):
         raise InvalidRequestError(f'by must be "group" or "part", got {by!r}.')
     if keep not in ("all", "closed", "none"):
         raise InvalidRequestError(f'keep must be "all", "closed" or "none", got {keep!r}.')
     if not 0 < lease_s <= p.LONGEST_WAIT_S:
         raise InvalidRequestError(f"lease_s must be a number of seconds above 0, got {lease_s!r}.")
-    return p.LeaseGroups(0, names, n, by == "part", where, float(lease_s), keep)
+    return p.LeaseGroups(0, names, n, by == "part", terms.get("where"), float(lease_s), keep)

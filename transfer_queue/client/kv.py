@@ -159,24 +159,27 @@ def one_row(fields: Any) -> TensorDict | None:
     return row
 
 
+async def rows_of(
+    fields: TensorDict | Mapping[str, Any] | None, data_parser: DataParser | None = None
+) -> TensorDict | None:
+    """Fields as given to a put by key, through the parser."""
+    return None if fields is None else await parsed_rows(as_tensordict(fields), data_parser)
+
+
 async def batch_put(
     client: Keys,
     keys: Sequence[str] | str,
     partition_id: str,
-    fields: TensorDict | Mapping[str, Any] | None,
+    rows: TensorDict | None,
     tags: Sequence[Tag | None] | None,
-    data_parser: DataParser | None = None,
 ) -> KVBatchMeta:
     """Put rows by key. Everything is checked before a key is created; a failed put deletes its new keys.
 
     More than ``MOST_ROWS`` keys are several puts, one after the other, each of which is whole or not there.
     """
     names = check_keys(keys)
-    rows = None if fields is None else as_tensordict(fields)
     _check_batch(names, rows, tags)
     by_row = tags_by_row(tags, len(names))
-    if rows is not None:
-        rows = await parsed_rows(rows, data_parser)
     batches = []
     parts = parts_of(len(names))
     columns = [rows] * len(parts) if rows is None or len(parts) == 1 else rows_at(rows, parts)

@@ -85,7 +85,8 @@ class _Reader:
         if partition is None:
             nothing = p.NotReady(fetch.id, task.needed(fetch), 0, 0) if late else None
             return self._producers_lost(now) or nothing
-        served = ServedFetch(fetch, partition, task, dp_size, state.calls.turn, self._call.client)
+        served = ServedFetch(fetch, partition, task, dp_size, state.calls.turn)
+        served.client = self._call.client
         if fetch.where is not None:
             self._ready = served.ready()
         reply: p.Reply | More | None = served.answer(now, may_draw)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from operator import attrgetter
@@ -33,16 +34,20 @@ Reader = tuple[int, Hashable]
 """(serial of the partition, rank, or the client of a reader without one)"""
 
 
+@dataclass(slots=True, eq=False)
 class HeldLease:
     """``parts``: those that it has not closed. ``since``: when it was granted. ``renewed``: when its worker last said
     that work goes on.
     """
 
-    __slots__ = ("client", "group", "groups", "lease_s", "parts", "renewed", "since", "token")
-
-    def __init__(self, token: int, client: str, groups: Groups, group: Group, parts: list[int], lease_s: float) -> None:
-        self.token, self.client, self.groups, self.group = token, client, groups, group
-        self.parts, self.lease_s, self.renewed, self.since = parts, lease_s, 0.0, 0.0
+    token: int
+    client: str
+    groups: Groups
+    group: Group
+    parts: list[int]
+    lease_s: float
+    since: float = 0.0
+    renewed: float = 0.0
 
 
 class Worker(Holding):
@@ -251,9 +256,8 @@ class Leases:
 
     def grant(self, call: Call, groups: Groups, group: Group, parts: list[int], lease_s: float) -> HeldLease:
         """These parts are the session's."""
-        lease = HeldLease(self.next_token, call.client, groups, group, parts, lease_s)
+        lease = HeldLease(self.next_token, call.client, groups, group, parts, lease_s, since=self.calls.now)
         self.next_token += 1
-        lease.since = self.calls.now
         self._hold(call, lease)
         return lease
 

@@ -68,10 +68,7 @@ class ReadyGroups:
         """Its state, its gate or its rows have changed."""
         num_ready = self._num_ready.get(group.index, 0)
         is_ready = (
-            group.state in COMPLETE
-            and group.passed
-            and 0 < num_ready == group.num_members
-            and group.is_for(self._task)
+            group.state in COMPLETE and group.passed and 0 < num_ready == group.num_members and group.is_for(self._task)
         )
         known = self._keys.get(group.index)
         if is_ready and known is None:

@@ -148,11 +148,10 @@ class Arriving(Reading):
 class ServedFetch:
     """One fetch against one partition. ``answer`` may be called repeatedly until it is not None."""
 
-    def __init__(
-        self, fetch: Fetch, partition: Partition, task: Task, dp_size: int | None, turn: Turn, client: str = ""
-    ) -> None:
+    def __init__(self, fetch: Fetch, partition: Partition, task: Task, dp_size: int | None, turn: Turn) -> None:
         self._fetch = fetch
-        self._client = client
+        self.client = ""
+        """The session that gets the batch, where the task draws groups."""
         self.partition = partition
         self._task = task
         self._turn = turn
@@ -185,7 +184,8 @@ class ServedFetch:
                 return self._from_ledger(entry)
             for earlier in self._skipped((self._rank, batch_index)) if may_draw else ():
                 fetch = msgspec.structs.replace(self._fetch, batch_index=earlier, first_index=None)
-                served = ServedFetch(fetch, self.partition, self._task, self._dp_size, self._turn, self._client)
+                served = ServedFetch(fetch, self.partition, self._task, self._dp_size, self._turn)
+                served.client = self.client
                 reply = served.answer(now, may_draw)
                 self.written += served.written
                 self.has_given |= served.has_given
@@ -301,7 +301,7 @@ class ServedFetch:
             fresh = shares[0].consumed[self.consumer.given[shares[0].consumed] == 0]
             self.drawn = self.partition.table.column("index")[fresh]
             if self._groups is not None:
-                self._groups.drew(self._fetch.task, [(self._client, None, shares[0].rows)])
+                self._groups.drew(self._fetch.task, [(self.client, None, shares[0].rows)])
             self.consumer.give(shares[0].consumed, UNLEDGERED)
             return self._batch(shares[0].indexes, shares[0].rows, padding=shares[0].padding)
         entries = [self._write(rank, draw.batch_index, share) for rank, share in zip(draw.ranks, shares, strict=False)]
@@ -460,10 +460,9 @@ class ServedFetch:
         padding: npt.NDArray[np.uint8] | None = None,
     ) -> Batch:  # fmt: skip
         """The reply that describes these samples for this fetch's fields."""
-        return describe(
-            self._fetch.id, self.partition, indexes, self._fetch.fields, rows, token=token, batch_index=batch_index,
-            padding=padding,
-        )  # fmt: skip
+        described = describe(self._fetch.id, self.partition, indexes, self._fetch.fields, rows)
+        mask = None if padding is None else padding.tobytes()
+        return msgspec.structs.replace(described, token=token, batch_index=batch_index, padding=mask)
 
     def not_ready(self, now: float) -> NotReady:
         """Why there is no batch yet, in numbers of undrawn samples, or of a batch that lacks fields."""
@@ -489,17 +488,12 @@ class ServedFetch:
         )  # fmt: skip
 
 
-def describe(
-    request_id: int, partition: Partition, indexes: Indexes, fields: list[str], rows: Rows, *, token: str | None = None,
-    batch_index: int | None = None, padding: npt.NDArray[np.uint8] | None = None, keys: list[str] | None = None,
-) -> Batch:  # fmt: skip
+def describe(request_id: int, partition: Partition, indexes: Indexes, fields: list[str], rows: Rows) -> Batch:
     """Describe these samples, which have these rows. Fields that the partition doesn't know are left out."""
     schema = partition.schema
     status = schema.complete(rows, fields)
     heads, versions = (None, {}) if partition.groups is None else partition.groups.described(rows)
     return Batch(
         request_id, partition.name, pack_indexes(indexes), {n: schema.spec(n, rows) for n in fields if schema.knows(n)},
-        status.tobytes(), partition.tags.of(indexes, rows), token, batch_index,
-        None if padding is None else padding.tobytes(), keys or [],
-        heads=heads, versions=versions,
+        status.tobytes(), partition.tags.of(indexes, rows), heads=heads, versions=versions,
     )  # fmt: skip

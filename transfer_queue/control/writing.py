@@ -314,9 +314,9 @@ def describe_keys(partition: Partition, request_id: int, keys: Sequence[str]) ->
     indexes = np.array([index for _, index in found], dtype=np.int64)
     rows = partition.rows_of(indexes)
     fields = partition.schema.fields_of(rows) if found else []
-    described = describe(request_id, partition, indexes, fields, rows, keys=[key for key, _ in found])
+    described = describe(request_id, partition, indexes, fields, rows)
     partial = partition.schema.fields_of_some(rows, besides=fields)
-    return msgspec.structs.replace(described, partial=partial) if partial else described
+    return msgspec.structs.replace(described, keys=[key for key, _ in found], partial=partial)
 
 
 # ---- writers to samples that exist ----

@@ -25,8 +25,7 @@ from control_kit import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transfer_queue import protocol as p
-from transfer_queue.sampler import (
+from transfer_queue import (
     BaseSampler,
     GRPOGroupNSampler,
     RankAwareSampler,
@@ -34,6 +33,7 @@ from transfer_queue.sampler import (
     SequentialSampler,
     TokenBudgetSampler,
 )
+from transfer_queue import protocol as p
 
 # ---- the definition of a group ----
 

@@ -13,9 +13,9 @@ import pytest
 
 from tests.unit.control.control_kit import refused
 from tests.unit.control.groups_kit import PART, TRAINER, WORKER, Queue
+from transfer_queue import GroupSampler
 from transfer_queue import protocol as p
 from transfer_queue.errors import SamplerError
-from transfer_queue.sampler import GroupSampler
 
 SLOW_SCHEDULES, FAST_SCHEDULES = 10_000, 100
 

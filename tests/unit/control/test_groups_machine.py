@@ -19,9 +19,9 @@ from hypothesis.stateful import (
 
 from tests.unit.control.groups_kit import PART, Queue
 from tests.unit.control.groups_model import LEFT, Group, Model
+from transfer_queue import GroupSampler
 from transfer_queue import protocol as p
 from transfer_queue.control.state import PlaneConfig
-from transfer_queue.sampler import GroupSampler
 
 WORKERS = ("w0", "w1", "w2")
 CRITICS = ("c0", "c1")

@@ -25,8 +25,8 @@ from control_kit import (
 )
 from counting_kit import cost, watch
 
+from transfer_queue import BaseSampler
 from transfer_queue import protocol as p
-from transfer_queue.sampler import BaseSampler
 
 ROWS = 200_000
 MOST = 10_000

@@ -26,8 +26,8 @@ from control_kit import (
     send,
 )
 
+from transfer_queue import BaseSampler, SequentialSampler
 from transfer_queue import protocol as p
-from transfer_queue.sampler import BaseSampler, SequentialSampler
 
 
 def spec(name, **kwargs):

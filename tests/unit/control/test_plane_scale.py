@@ -36,8 +36,8 @@ from control_kit import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from transfer_queue import RankAwareSampler
 from transfer_queue import protocol as p
-from transfer_queue.sampler import RankAwareSampler
 
 RANKS = 1000
 ANSWERS_PER_TURN = 205

@@ -42,8 +42,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 from test_plane_machine import HEALTH, PlaneMachine
 
+from transfer_queue import BaseSampler, RankAwareSampler
 from transfer_queue import protocol as p
-from transfer_queue.sampler import BaseSampler, RankAwareSampler
 
 
 def lasting(state: bytes) -> dict[str, Any]:

@@ -166,3 +166,27 @@ class Part(PartitionModel):
         view.consumed.update(entry.consumes)
         view.gave(turn.key)
         return entry.indexes
+
+
+@dataclass
+class Write:
+    """A put: how it begins, what it writes by field, its tags by row, and the samples once they are known."""
+
+    begin: Any
+    values: dict[str, list[int]]
+    tags: dict[int, dict[str, int]]
+    indexes: list[int] = field(default_factory=list)
+
+    @property
+    def by_key(self) -> bool:
+        return isinstance(self.begin, p.ResolveKeys)
+
+
+@dataclass
+class Saved:
+    """``parts``: what the queue held when it was frozen. ``torn``: samples that a late writer may have replaced."""
+
+    parts: dict[str, Part]
+    seen: set[int]
+    torn: set[int]
+    state: list[bytes] = field(default_factory=list)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole stories of a server against one model: clients put, read, cancel, repeat, die and come back, save and load.
 
-A story is a seed and a list of steps; each step has a seed of its own. So a story that fails is told again without
+A story is a seed and a list of steps; each step has a seed of its own. So a story that fails is played again without
 the steps that don't matter, and the rest is printed.
 """
 
@@ -11,7 +11,6 @@ import copy
 import random
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ import pytest
 
 from tests.unit.server.front_kit import NOTHING, held, samples_of
 from tests.unit.server.story_kit import Act, Call, Clients, Interrupted, Key, nothing
-from tests.unit.server.story_model import TASKS, Part, Turn
+from tests.unit.server.story_model import TASKS, Part, Saved, Turn, Write
 from transfer_queue import protocol as p
 from transfer_queue.control import snapshot
 from transfer_queue.storage import messages as m
@@ -31,30 +30,6 @@ VERBS = {
     "passes": 2,
 }  # fmt: skip
 Steps = list[tuple[str, int]]
-
-
-@dataclass
-class Write:
-    """A put: how it begins, what it writes by field, its tags by row, and the samples once they are known."""
-
-    begin: Any
-    values: dict[str, list[int]]
-    tags: dict[int, dict[str, int]]
-    indexes: list[int] = field(default_factory=list)
-
-    @property
-    def by_key(self) -> bool:
-        return isinstance(self.begin, p.ResolveKeys)
-
-
-@dataclass
-class Saved:
-    """``parts``: what the queue held when it was frozen. ``torn``: samples that a late writer may have replaced."""
-
-    parts: dict[str, Part]
-    seen: set[int]
-    torn: set[int]
-    state: list[bytes] = field(default_factory=list)
 
 
 class Story(Clients):
@@ -554,7 +529,7 @@ def unstaged(how: str) -> None:
     """Of a load that doesn't come nothing stays."""
 
 
-def told(seed: int, steps: Sequence[tuple[str, int]]) -> tuple[Story, str | None]:
+def played(seed: int, steps: Sequence[tuple[str, int]]) -> tuple[Story, str | None]:
     """The story, and how it failed."""
     story = Story(seed)
     try:
@@ -573,7 +548,7 @@ def shortest(seed: int, steps: Steps) -> Steps:
         at = 0
         while at < len(steps):
             fewer = steps[:at] + steps[at + size :]
-            if told(seed, fewer)[1] is not None:
+            if played(seed, fewer)[1] is not None:
                 steps = fewer
             else:
                 at += size
@@ -581,13 +556,13 @@ def shortest(seed: int, steps: Steps) -> Steps:
     return steps
 
 
-def tell(seed: int, count: int) -> None:
+def check_story(seed: int, count: int) -> None:
     draw = random.Random(seed)
     steps = [(verb, draw.randrange(2**32)) for verb in draw.choices(list(VERBS), list(VERBS.values()), k=count)]
-    if told(seed, steps)[1] is not None:
+    if played(seed, steps)[1] is not None:
         steps = shortest(seed, steps)
-        story, failure = told(seed, steps)
-        raise AssertionError("\n".join([f"told({seed}, {steps})", str(story.config), *story.trace, str(failure)]))
+        story, failure = played(seed, steps)
+        raise AssertionError("\n".join([f"played({seed}, {steps})", str(story.config), *story.trace, str(failure)]))
 
 
 @pytest.fixture(autouse=True)
@@ -600,11 +575,11 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_story_agrees_with_the_model(seed):
-    tell(seed, 150)
+    check_story(seed, 150)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("seed", range(1000, 1100))
 def test_every_long_story_agrees_with_the_model(seed):
-    tell(seed, 500)
+    check_story(seed, 500)

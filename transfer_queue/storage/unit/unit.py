@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -64,12 +65,20 @@ _MEMORY = ("memory",)
 """Wait queue of leases and writes that need room."""
 
 
+class _Room(NamedTuple):
+    """What a write, or a lease of memory for one, needs."""
+
+    indexes: IntArray
+    fields: Sequence[str]
+    nbytes: int
+    wait_s: float
+
+
+@dataclass(slots=True, eq=False)
 class _ForRoom(Wait):
     """Waits for room. Its size is ``nbytes`` minus the values that it replaces."""
 
-    __slots__ = ("indexes", "nbytes")
-    indexes: IntArray
-    nbytes: int
+    room: _Room = field(kw_only=True)
 
 
 class StorageUnit:
@@ -169,7 +178,7 @@ class StorageUnit:
         return [
             {
                 "partition": None, "task": None, "client": wait.owner.client, "waited_s": now - wait.since,
-                "writer": True, "wanted": None, "wanted_nbytes": wait.nbytes,
+                "writer": True, "wanted": None, "wanted_nbytes": wait.room.nbytes,
             }
             for wait in self._waiting()
         ]  # fmt: skip
@@ -189,7 +198,7 @@ class StorageUnit:
             blocks=store.num_blocks,
             capacity_bytes=self._capacity,
             parked=len(waiting),
-            parked_nbytes=sum(wait.nbytes for wait in waiting),
+            parked_nbytes=sum(wait.room.nbytes for wait in waiting),
             arena_nbytes=0 if arena is None else arena.used_nbytes,
             recyclable_nbytes=0 if arena is None else arena.recyclable_nbytes,
             leased_nbytes=self._leased_nbytes,
@@ -285,8 +294,8 @@ class StorageUnit:
         if self._arena is None:
             return LeasedMemory(request.id, -1)
         allocate = partial(self._allocate_lease, call, request.nbytes)
-        indexes = unpack_indexes(request.indexes)
-        return self._when_room(call, indexes, request.fields, request.nbytes, request.wait_s, allocate)
+        room = _Room(unpack_indexes(request.indexes), request.fields, request.nbytes, request.wait_s)
+        return self._when_room(call, room, allocate)
 
     def _allocate_lease(self, call: Call, nbytes: int) -> Reply:
         assert self._arena is not None
@@ -327,8 +336,8 @@ class StorageUnit:
             return self._written(call, rows, keep)
         fields = [header.field for header in columns.headers]
         nbytes = sum(memoryview(frame).nbytes for frame in call.frames)
-        written = partial(self._written, call, rows, keep)
-        return self._when_room(call, rows.indexes, fields, nbytes, request.wait_s, written)
+        room = _Room(rows.indexes, fields, nbytes, request.wait_s)
+        return self._when_room(call, room, partial(self._written, call, rows, keep))
 
     def _written(self, call: Call, rows: RowsToWrite, keep: Callable[[Call, RowsToWrite], None]) -> Reply:
         keep(call, rows)
@@ -440,7 +449,7 @@ class StorageUnit:
             self._uncommitted_nbytes += rest.nbytes - uncommitted.write.nbytes
             uncommitted.write = rest
         for wait in self._waiting():  # writes for these samples that still wait for room are pointless now
-            if len(wait.indexes) and bool(np.isin(wait.indexes, indexes).all()):
+            if len(wait.room.indexes) and bool(np.isin(wait.room.indexes, indexes).all()):
                 wait.answer = _cleared
                 self.calls.waits.examine(wait)
         self._freed()
@@ -458,13 +467,11 @@ class StorageUnit:
 
     # ---- room ----
 
-    def _when_room(
-        self, call: Call, indexes: IntArray, fields: Sequence[str], nbytes: int, wait_s: float,
-        carry_out: Callable[[], Reply],
-    ) -> Reply | Wait:  # fmt: skip
+    def _when_room(self, call: Call, room: _Room, carry_out: Callable[[], Reply]) -> Reply | Wait:
         """Run it now if it fits and no earlier request must come first; otherwise it waits."""
         if self._capacity is None:
             return carry_out()
+        indexes, fields, nbytes, wait_s = room
         if nbytes > self._capacity:
             raise StorageFullError(
                 f"a put of {nbytes} bytes can never fit storage unit {self.name!r} of {self._capacity} bytes. "
@@ -483,10 +490,8 @@ class StorageUnit:
             return Failed(call.number, *to_wire(self._full(nbytes, self.calls.now - wait.since))) if wait.late else None
 
         size = max(0, nbytes - (self._blocks.replaced_nbytes(indexes, fields) if len(indexes) else 0))
-        wait = _ForRoom(_MEMORY, self.calls.now + wait_s, answer, size=size)
-        wait.indexes, wait.nbytes = indexes, nbytes
         self._blocks.look_for_disk()
-        return wait
+        return _ForRoom(_MEMORY, self.calls.now + wait_s, answer, size=size, room=room)
 
     @property
     def _taken_nbytes(self) -> int:
