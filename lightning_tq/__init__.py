@@ -4,9 +4,19 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-import transfer_queue
+_QUEUE = Path(__file__).parents[1] / "transfer_queue"
+_found = find_spec("transfer_queue")
+if _found is None or _found.origin is None or Path(_found.origin).parent.resolve() != _QUEUE.resolve():
+    # Another distribution's package comes first, such as that of TransferQueue: none of its code is run.
+    import runpy
+
+    runpy.run_path(str(_QUEUE / "own_files.py"))["refuse_other"](_found)
+
+import transfer_queue  # noqa: E402
 
 _NAMES_BY_MODULE = {
     "lightning_tq.batch": ("TQBatch",),

@@ -7,6 +7,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from transfer_queue import own_files as own_files  # which raises ImportError if files of TransferQueue's replaced these
+
 # isort: off
 if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps both lists equal
     from transfer_queue.checkpoint.inspection import describe_checkpoint as describe_checkpoint

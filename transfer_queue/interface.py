@@ -8,6 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from transfer_queue import own_files
 from transfer_queue import protocol as p
 from transfer_queue.client import TransferQueueClient, connect, kv
 from transfer_queue.client.key_watch import KeyWatch
@@ -62,6 +63,7 @@ def init(conf: DictConfig | Mapping[str, Any] | str | None = None) -> DictConfig
         if any(isinstance(queue, on_ray.RayQueue) and not queue.is_current for queue in _started):
             close()  # Ray may reuse a process, so the cluster may have a later queue
         if _TQ_CLIENT is None or _TQ_CONFIG is None or _TQ_CLIENT.session.is_closed:
+            own_files.warn_of_other()
             _start_or_join(merge({"address": conf} if isinstance(conf, str) else conf))
         running: DictConfig = _TQ_CONFIG
         return running

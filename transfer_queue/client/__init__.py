@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
+# TransferQueue's transfer_queue/__init__.py imports this folder first: it raises an error that says so.
+from transfer_queue import own_files as own_files  # isort: skip
+
 from transfer_queue.client.checkpoint import Checkpoints
 from transfer_queue.client.group_verbs import GroupVerbs
 from transfer_queue.client.key_watch import KeyChanges, KeyWaits
