@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imported only where transfer_queue/__init__.py is missing, as after an uninstall of the distribution TransferQueue."""
+"""Imported only where transfer_queue/__init__.py is missing, as after an uninstall of TransferQueue."""
 
 import runpy
 from pathlib import Path

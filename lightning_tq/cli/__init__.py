@@ -7,7 +7,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 
-_OF_A_QUEUE = ("serve", "status", "dashboard", "clients", "evict", "forget-task", "checkpoint")
+_OF_A_QUEUE = ("serve", "status", "dashboard", "clients", "evict", "forget-task", "checkpoint", "doctor")
 _COMMANDS = ("fit", "validate", "test", "predict", *_OF_A_QUEUE)
 
 

@@ -44,6 +44,10 @@ def main(name: str, args: Sequence[str]) -> int:
         from lightning_tq.cli.checkpoint_command import main as look_at_checkpoint
 
         return look_at_checkpoint(args)
+    if name == "doctor":
+        from lightning_tq.cli.doctor_command import main as look_for_problems
+
+        return look_for_problems(args, os.environ.get("TQ_ADDRESS"))
     act = _COMMANDS[name]
     parser = argparse.ArgumentParser(f"lightning-tq {name}", description=act.__doc__, allow_abbrev=False)
     if act is _evict:

@@ -3,40 +3,24 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+from fresh_environments import ROOT, copy_of_sources, empty_environment, run
 
 from tests.own_processes import SLOW
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.programs, pytest.mark.timeout(240 * SLOW)]
-
-
-def run(*command: str, cwd: Path, **environment: str) -> str:
-    known = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TQ_"))}
-    done = subprocess.run(
-        command, cwd=cwd, env={**known, **environment}, capture_output=True, text=True, timeout=200 * SLOW, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The sdist, and the wheel that is built from it."""
     pytest.importorskip("build", reason="building needs pip install -e '.[dev]'")
-    tree, out = tmp_path_factory.mktemp("tree") / "lightning-tq", tmp_path_factory.mktemp("out")
-    for name in ("transfer_queue", "lightning_tq"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tree)
+    tree, out = copy_of_sources(tmp_path_factory.mktemp("tree")), tmp_path_factory.mktemp("out")
     run(sys.executable, "-m", "build", "--outdir", str(out), ".", cwd=tree)
     (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
     return sdist, wheel
@@ -56,7 +40,8 @@ def test_the_wheel_holds_both_packages_their_data_and_the_licence(built: tuple[P
         "lightning_tq/py.typed",
     }
     assert sorted((sources | data) - names) == []
-    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"transfer_queue", "lightning_tq"}
+    top = {name.split("/")[0] for name in names if ".dist-info" not in name}
+    assert top == {"transfer_queue", "transfer_queue.py", "lightning_tq"}
     assert [name for name in names if name.endswith("LICENSE")]
 
 
@@ -68,11 +53,8 @@ def test_the_sdist_builds_without_anything_else(built: tuple[Path, Path]) -> Non
 
 def test_a_clean_environment_runs_the_ten_lines_from_the_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:
     """Its dependencies are those of this environment."""
-    run(sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "clean"), cwd=tmp_path)
-    python = tmp_path / "clean" / "bin" / "python"
-    site = Path(run(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip())
+    python, site = empty_environment(tmp_path / "clean")
     zipfile.ZipFile(built[1]).extractall(site)
-    (site / "dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
     program = tmp_path / "ten_lines.py"
     program.write_text(
         "import torch, transfer_queue as tq\n"

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A package of another distribution that is called ``transfer_queue`` is noticed, and none of its code runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.own_processes import SLOW
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES_OF_TRANSFER_QUEUE = {
+    "transfer_queue", "transfer_queue/dataloader", "transfer_queue/sampler", "transfer_queue/storage",
+    "transfer_queue/storage/bootstrap", "transfer_queue/storage/clients", "transfer_queue/storage/managers",
+    "transfer_queue/utils",
+}  # fmt: skip
+"""Folders with an __init__.py in the wheel of TransferQueue 0.1.11. One that is left hides a module of its name."""
+
+
+def test_no_module_has_the_name_of_a_package_of_transfer_queue() -> None:
+    nested = PACKAGES_OF_TRANSFER_QUEUE - {"transfer_queue"}
+    assert [name for name in sorted(nested) if (ROOT / f"{name}.py").exists()] == []
+    # The one beside the package is imported only where the package's own __init__.py is missing.
+    assert (ROOT / "transfer_queue.py").exists()
+
+
+def importing(module: str, *path: Path) -> subprocess.CompletedProcess[str]:
+    program = f"import sys; sys.path[:0] = {[str(each) for each in path]}; import {module}"
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd="/", capture_output=True, text=True, check=False, timeout=100 * SLOW
+    )  # fmt: skip
+
+
+def test_the_lightning_package_refuses_a_package_that_comes_before_its_own(tmp_path: Path) -> None:
+    (tmp_path / "transfer_queue").mkdir()
+    (tmp_path / "transfer_queue" / "__init__.py").write_text("print('ran')\n")
+    said = importing("lightning_tq", tmp_path, ROOT)
+    assert (said.returncode, said.stdout) == (1, "")
+    assert f"ImportError: 'import transfer_queue' finds {tmp_path}/transfer_queue/__init__.py" in said.stderr
+
+
+def test_a_package_that_lost_its_init_file_is_not_an_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "transfer_queue").mkdir()
+    for name in ("transfer_queue.py", "transfer_queue/own_files.py"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    said = importing("transfer_queue", tmp_path)
+    assert said.returncode == 1
+    assert f"ImportError: {tmp_path}/transfer_queue/__init__.py is missing" in said.stderr
