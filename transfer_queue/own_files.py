@@ -28,6 +28,7 @@ def check() -> None:
 
 def refuse_other(found: ModuleSpec | None) -> NoReturn:
     """Raise ImportError because ``import transfer_queue`` would find this one."""
+    check()
     refuse(f"'import transfer_queue' finds {found and found.origin}, which is not that of {_NAME} in {_FOLDER}")
 
 
@@ -103,4 +104,5 @@ def _distribution(name: str) -> Any | None:
         return None
 
 
-check()
+if __name__ == "transfer_queue.own_files":  # runpy also changes sys.argv while it runs a file
+    check()

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,15 @@ ray = pytest.importorskip("ray")
 PIN = "TransferQueue @ git+https://github.com/Ascend/TransferQueue.git@c516143"
 
 
+@pytest.fixture(scope="module")
+def node() -> Iterator[str]:
+    """A cluster of one node, by its address."""
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+    yield ray.get_runtime_context().gcs_address
+    ray.shutdown()
+    gc.collect()  # while warnings of Ray's own processes are ignored
+
+
 @pytest.fixture
 def pinned(monkeypatch: pytest.MonkeyPatch) -> Any:
     """As programs do that patch the actor classes: ``options`` gets this ``pip`` in a runtime_env."""
@@ -31,24 +42,24 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> Any:
     return pin
 
 
-def test_the_pin_of_an_actor_is_named(cluster: Any, pinned: Any) -> None:
+def test_the_pin_of_an_actor_is_named(node: str, pinned: Any) -> None:
     pinned([PIN])
     with pytest.raises(ConfigError, match=r"Ray's runtime_env installs 'TransferQueue @ git.*Remove it from"):
         tq.init()
 
 
-def test_a_pin_in_a_file_of_requirements_is_named(cluster: Any, pinned: Any, tmp_path: Path) -> None:
+def test_a_pin_in_a_file_of_requirements_is_named(node: str, pinned: Any, tmp_path: Path) -> None:
     (tmp_path / "requirements.txt").write_text("six\ntransferqueue~=0.1.9\n")
     pinned(str(tmp_path / "requirements.txt"))
     with pytest.raises(ConfigError, match=r"Ray's runtime_env installs 'transferqueue~=0.1.9' where"):
         tq.init()
 
 
-def test_the_pin_of_a_job_is_named(cluster: Any) -> None:
+def test_the_pin_of_a_job_is_named(node: str) -> None:
     runtime_env = {"pip": ["TransferQueue==0.1.11"], "config": {"eager_install": False}}
     program = (
         "import ray, transfer_queue as tq\n"
-        f"ray.init({cluster.address!r}, runtime_env={runtime_env})\n"
+        f"ray.init({node!r}, runtime_env={runtime_env})\n"
         "tq.init()\n"
     )  # fmt: skip
     said = subprocess.run(
