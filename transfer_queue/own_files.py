@@ -45,9 +45,13 @@ def refuse(problem: str) -> NoReturn:
 def commands() -> tuple[str, str]:
     """What mends an environment."""
     import json
+    from shlex import quote
+    from urllib.parse import unquote
 
-    said = json.loads(_text_of("direct_url.json") or "{}")
-    source, editable = said.get("url", _NAME).removeprefix("file://"), said.get("dir_info", {}).get("editable")
+    said = json.loads(_text_of("direct_url.json") or "{}")  # PEP 610; there is none after an install from an index
+    source, editable = said.get("url", _NAME), said.get("dir_info", {}).get("editable")
+    vcs = f"{said['vcs_info']['vcs']}+" if "vcs_info" in said else ""
+    source = quote(unquote(source.removeprefix("file://"))) if source.startswith("file://") else vcs + source
     return f"pip uninstall -y {_OTHER}", f"pip install --force-reinstall --no-deps {'-e ' * bool(editable)}{source}"
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import subprocess
 import sys
@@ -70,7 +71,7 @@ class Installation:
     def mend(self, said: str) -> None:
         """Run the two commands that end a text."""
         for line in said.rstrip().splitlines()[-2:]:
-            pip, *arguments = line.split()
+            pip, *arguments = shlex.split(line)
             assert pip == "pip"
             self.pip(*arguments)
 
