@@ -60,9 +60,11 @@ def changed_files() -> list[str] | None:
     import base64
     import csv
     import hashlib
+    from importlib.metadata import distributions
 
-    own = _distribution(_NAME)
-    record = None if own is None or Path(own.locate_file(_FOLDER.name)) != _FOLDER else own.read_text("RECORD")
+    named = distributions(name=_NAME)  # there may be one more, as of a user beside that of a virtual environment
+    own = [each for each in named if Path(str(each.locate_file(_FOLDER.name))).resolve() == _FOLDER.resolve()]
+    record = own[0].read_text("RECORD") if own else None
     if record is None:
         return None
 
@@ -83,14 +85,14 @@ def other_version() -> str | None:
 
 
 def warn_of_other() -> None:
-    """Warn if the distribution TransferQueue is installed, too: it can't work, and its uninstall deletes files here."""
+    """Warn if the distribution TransferQueue is installed, too."""
     if (version := other_version()) is not None:
         import warnings
 
         text = (
-            f"{_OTHER} {version} is installed beside {_NAME}, and has files of the same names: its next upgrade or "
-            "uninstall breaks both. Run now (with uv: uv pip ...):\n  " + "\n  ".join(commands())
-        )
+            f"{_OTHER} {version} is installed beside {_NAME}, and its package has the same name: at its next upgrade "
+            "or uninstall it replaces or deletes files of this one. Run now (with uv: uv pip ...):\n  "
+        ) + "\n  ".join(commands())
         warnings.warn(text, stacklevel=3)
 
 

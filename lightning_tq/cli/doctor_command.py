@@ -94,8 +94,8 @@ def check_files(found: Environment) -> Line:
     again, own = " && ".join(found.remedy), f"lightning-tq {found.version} in {found.folder}"
     if found.other_version is not None:
         return problem(
-            f"TransferQueue {found.other_version} is installed, too, and its next upgrade or uninstall deletes files "
-            f"of {own}: {again}"
+            f"TransferQueue {found.other_version} is installed, too, and at its next upgrade or uninstall it "
+            f"replaces or deletes files of {own}: {again}"
         )
     if found.changed_files:
         count, first = counted(len(found.changed_files), "file"), found.changed_files[0]
