@@ -222,6 +222,16 @@ def test_answers_of_a_strange_server_are_not_taken_for_ours(drive):
 
 
 @DRIVES
+def test_a_server_that_is_stopped_is_said_to_be_there(drive):
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # its process does nothing; the kernel accepts for it
+        caller = SocketCaller("me")
+        peer = Peer("stopped", f"tcp://127.0.0.1:{listening.getsockname()[1]}")
+        with pytest.raises(QueueUnreachableError, match="It is there, but busy or stopped"):
+            drive(caller.call_many([numbered(peer, b"echo")], 0.5))
+        caller.close()
+
+
+@DRIVES
 def test_a_server_of_another_version_is_told_as_such(drive):
     context = zmq.Context()
     other = context.socket(zmq.ROUTER)

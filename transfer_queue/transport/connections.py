@@ -28,7 +28,7 @@ class Connection(Protocol):
 
     @property
     def reached(self) -> bool:
-        """Whether a server is known to be at the other end."""
+        """Whether something listens at the other end: it is there, even if it does not answer now."""
         ...
 
     @property

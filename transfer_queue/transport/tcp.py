@@ -38,7 +38,8 @@ _NEVER_MS = 1 << 30
 _ID_BITS = 40
 _ID_MASK = (1 << _ID_BITS) - 1
 _EVENTS = (
-    zmq.EVENT_CLOSED
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_CLOSED
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -66,7 +67,7 @@ class TcpConnection:
 
     @property
     def reached(self) -> bool:
-        return self._link.is_welcome
+        return self._link.is_connected
 
     def send(self, number: int, header: bytes, frames: Sequence[Buffer] = ()) -> None:
         if self._link.error is not None:
@@ -150,7 +151,7 @@ class _Link:
         self.connections: weakref.WeakValueDictionary[int, TcpConnection] = weakref.WeakValueDictionary()
         self.error: str | None = None
         self._silent_beats = 0
-        self.is_welcome = False
+        self.is_connected = self.is_welcome = False
         self._reader = PartsReader()
         self.dealer: Any = None
         self.monitor: Any = None
@@ -205,7 +206,9 @@ class _Link:
                 connection.deliver(message._replace(number=message.number & _ID_MASK))
 
     def _handle_event(self, event: int) -> None:
-        if event == zmq.EVENT_CLOSED:
+        if event == zmq.EVENT_CONNECTED:
+            self.is_connected = True
+        elif event == zmq.EVENT_CLOSED:
             self.fail(str(absent(self.peer)))
         elif event == zmq.EVENT_DISCONNECTED:
             self.fail(str(gone(self.peer)))
