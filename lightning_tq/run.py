@@ -91,10 +91,8 @@ class Run:
             checks.insert(0, spec.producers.failure)
         if spec.members is not None:
             checks.append(spec.members.check)
-        self._num_running = spec.producers.num_running if spec.producers is not None else lambda: None
-        self._hints = WaitHints(
-            self.trainer, self.client, self._num_running, spec.switch.clear_finished, self._warn_once
-        )
+        self._running = spec.producers.running if spec.producers is not None else lambda: None
+        self._hints = WaitHints(self.trainer, self.client, self._running, spec.switch.clear_finished, self._warn_once)
         self._watchdog = RankWatchdog(checks, [lambda: self._hints.look(self.readers.values())])
         self.readers: dict[str, StreamReader] = {
             each.label: StreamReader(each, self, spec.position if each.stage == "train" else None)
@@ -110,7 +108,7 @@ class Run:
         self._watchdog.start()
         if self.trainer.state.fn == TrainerFn.FITTING:
             self._fitted.add(self._address)
-            if self._follows_a_fit and self.partitions_at_start and self._num_running() is not None:
+            if self._follows_a_fit and self.partitions_at_start and self._running() is not None:
                 rank_zero_info(
                     f"The queue of an earlier fit holds {list_names(self.partitions_at_start)}, and producers can't "
                     f"put into what is sealed. For a new queue, call close() of that fit's data module first."

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -20,9 +20,13 @@ from transfer_queue.errors import TransferQueueError
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
+    from lightning_tq.producers.group import ProducerProcess
+
 _LOOK_EVERY_S = 10.0
 _REPEAT_EVERY = 3
 """Looks. While no producer runs in this entry point, a missing partition is reported as often as any other wait."""
+_LOOKS_AT_A_START = 30
+"""Looks. A process that has not joined after them may do without the queue, and the next hint counts."""
 _TOO_LATE = ("on_train_start", "on_train_epoch_start")
 """Hooks of a fit that come after the request for the first batch, where the length is unknown."""
 
@@ -37,12 +41,12 @@ class WaitHints:
         self,
         trainer: Trainer,
         client: TransferQueueClient,
-        num_running: Callable[[], int | None],
+        running: Callable[[], Sequence[ProducerProcess] | None],
         clears_finished: bool,
         warn_once: Callable[[str, str], None],
     ) -> None:
         """Args:
-        num_running: Number of this run's producer processes that have not ended; None: none was started here.
+        running: This run's producer processes that have not ended; None: none was started here.
         clears_finished: Whether the run clears finished partitions.
         warn_once: Takes a key and a text, and logs one text per key.
         """
@@ -50,7 +54,7 @@ class WaitHints:
         """A sentence for waits for a partition that is not in the queue: why no producer of this run fills it."""
         self._trainer = trainer
         self._client = client
-        self._num_running = num_running
+        self._running = running
         self._clears_finished = clears_finished
         self._warn_once = warn_once
         self._looks: dict[str, int] = {}  # during the current wait, by label of the reader
@@ -64,7 +68,7 @@ class WaitHints:
             self._looks[reader.label] = due
 
     def _explain(self, reader: StreamReader, partition: str, due: int) -> None:
-        num_running = self._num_running()  # before the statistics, which then have all that ended producers have put
+        running = self._running()  # before the statistics, which then have all that ended producers have put
         try:
             stats, units = self._client.get_stats(), []
             with suppress(TransferQueueError):  # a unit may be gone
@@ -80,10 +84,14 @@ class WaitHints:
         puts = [each for each in findings if each.kind == "put" and each.to_do]
         partitions, note = stats["partitions"], self.note
         about = partitions.get(partition, {})
+        starting = [
+            each for each in running or () if due <= _LOOKS_AT_A_START and not each.has_joined(stats["clients"])
+        ]
         wait = StreamWait(
-            self._trainer, reader, partition, own, puts, partitions, about, num_running, self._clears_finished, note
+            self._trainer, reader, partition, own, puts, partitions, about, None if running is None else len(running),
+            starting, self._clears_finished, note,
         )  # fmt: skip
-        repeats = not about and self._trainer.state.fn != TrainerFn.FITTING and due >= _REPEAT_EVERY
+        repeats = (starting or (not about and self._trainer.state.fn != TrainerFn.FITTING)) and due >= _REPEAT_EVERY
         for key, text in islice(filter(None, (hint(wait) for hint in _HINTS)), 1):
             self._warn_once(f"{key} {due // _REPEAT_EVERY}" if repeats else key, text)
 
@@ -105,6 +113,8 @@ class StreamWait:
     """Those of this partition; empty if it is not in the queue."""
     num_running: int | None
     """Of this run's producers; None: none was started here."""
+    starting: list[ProducerProcess]
+    """Those that have not joined the queue yet."""
     clears_finished: bool
     """Whether the run clears finished partitions."""
     note: str
@@ -154,8 +164,17 @@ def _producers_have_ended(wait: StreamWait) -> Found:
     return f"done {wait.partition}", wait.then("All producers of this run have ended.", advice)
 
 
+def _producers_start(wait: StreamWait) -> Found:
+    if not wait.starting:
+        return None
+    first, more = wait.starting[0].start_text(), len(wait.starting) - 1
+    others = f", nor have {counted(more, 'other')}" if more else ""
+    sentence = f"{first[0].upper()}{first[1:]}, has not joined the queue yet{others}: it may still be importing."
+    return "starting", wait.then(sentence)
+
+
 def _sanity_check(wait: StreamWait) -> Found:
-    if not wait.trainer.sanity_checking or (wait.num_running and not wait.partitions):  # producers still start
+    if not wait.trainer.sanity_checking or (wait.num_running and not wait.partitions):  # producers are at work
         return None
     return "sanity check", wait.then(
         "" if wait.partitions else wait.note,
@@ -205,7 +224,7 @@ def _no_sample_has_the_field(wait: StreamWait) -> Found:
 
 
 _HINTS = (
-    _queue_is_full, _partition_is_sealed, _producers_have_ended, _sanity_check, _fetched_one_ahead,
+    _queue_is_full, _partition_is_sealed, _producers_have_ended, _producers_start, _sanity_check, _fetched_one_ahead,
     _fetched_before_hooks, _nothing_was_put, _no_sample_has_the_field,
 )  # fmt: skip
 

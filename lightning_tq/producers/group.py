@@ -11,8 +11,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
@@ -101,10 +102,11 @@ class Producer:
             return self.name
         return " ".join(self.target) if isinstance(self.target, list) else self.function_path()
 
-    def short_name(self) -> str:
-        """The name of its clients in statistics: that of the function, or the first word of the command."""
+    def client_name(self, worker: int) -> str:
+        """What the names of this process' clients begin with: the function's name, or the first word of the command."""
         words = self.target if isinstance(self.target, list) else self.function_path().rpartition(":")[2:]
-        return self.name or os.path.basename(words[0])
+        name = self.env.get("TQ_CLIENT_NAME") or f"{self.name or os.path.basename(words[0])}-{worker}"
+        return re.sub(r"[^\w.-]+", "-", name)[:64]  # as in the names of clients
 
     def start_order(self, worker: int) -> StartOrder:
         main = sys.modules["__main__"]
@@ -135,6 +137,9 @@ class ProducerProcess:
 
     def __init__(self, producer: Producer, worker: int, address: str, key_file: str | None) -> None:
         self.label = f"{producer.label()!r} (process {worker + 1} of {producer.count})"
+        self.client_name = producer.client_name(worker)
+        """What the names of its clients begin with."""
+        self._started_at = time.monotonic()
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         started: Future[subprocess.Popen[bytes]] = Future()
         environment = _environment(producer, worker, address, key_file)
@@ -168,6 +173,15 @@ class ProducerProcess:
             self._lines.append(text)
             sys.stderr.write(text)
         popen.wait()
+
+    def has_joined(self, clients: Iterable[str]) -> bool:
+        """Whether one of these clients of the queue is its own."""
+        return any(name.startswith(f"{self.client_name}_") for name in clients)
+
+    def start_text(self) -> str:
+        """Which process has not joined the queue yet, and since when it starts."""
+        age_s = time.monotonic() - self._started_at
+        return f"producer {self.label}, pid {self.popen.pid}, started {age_s:.0f} s ago"
 
     def failure(self) -> ProducerError | None:
         """The error that it ended with. None while it runs, and after a success."""
@@ -235,9 +249,10 @@ class ProducerGroup:
         """The first process that ended with an error or by a signal."""
         return next((failure for process in list(self._processes) if (failure := process.failure())), None)
 
-    def num_running(self) -> int | None:
-        """How many processes have not ended; None if none was started."""
-        return sum(process.popen.poll() is None for process in list(self._processes)) if self._processes else None
+    def running(self) -> list[ProducerProcess] | None:
+        """The processes that have not ended; None if none was started."""
+        processes = list(self._processes)
+        return [process for process in processes if process.popen.poll() is None] if processes else None
 
     def end(self) -> None:
         """End the running processes: SIGTERM, then SIGKILL. Idempotent; does nothing in a fork."""
@@ -260,7 +275,7 @@ def _environment(producer: Producer, worker: int, address: str, key_file: str | 
         **{name: value for name, value in os.environ.items() if not _OF_A_RANK.fullmatch(name)},
         "TQ_ADDRESS": address,
         **({} if key_file is None else {"TQ_KEY_FILE": key_file}),
-        "TQ_CLIENT_NAME": f"{producer.short_name()}-{worker}",
+        "TQ_CLIENT_NAME": producer.client_name(worker),
         "TQ_WORKER": str(worker),
         "TQ_NUM_WORKERS": str(producer.count),
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path for path in sys.path if path)),

@@ -271,12 +271,39 @@ def test_without_producers_the_ways_to_fill_the_queue_are_named(
     ]
 
 
-def test_a_producer_that_has_put_nothing_yet_is_said_to_run(trainer: MakeTrainer, hints: Hints) -> None:
-    hints.then = lambda text: fill(tq.get_client(), "train@0", 8)
-    producer = Producer(target=["tail", "-f", "/dev/null"])
-    with TQDataModule(train=stream("train@{epoch}"), queue={"units": 1}, producers=[producer]) as dm:
+STARTS = (
+    r" Producer 'tail -f /dev/null' \(process 1 of 2\), pid \d+, started \d+ s ago, has not joined the queue yet, nor "
+    r"have 1 other: it may still be importing\."
+)
+
+
+@pytest.mark.parametrize("of", ["train@{epoch}", "val"])
+def test_while_producers_start_no_wait_is_called_a_deadlock(
+    data: Make, trainer: MakeTrainer, hints: Hints, of: str
+) -> None:
+    """Neither the sanity check nor a hook that comes too late: the samples may still come."""
+    partition = of.format(epoch=0)
+    hints.then = lambda text: fill(tq.get_client(), partition, 8)
+    producers = [Producer(target=["tail", "-f", "/dev/null"], count=2)]
+    dm = data(train=stream("train@{epoch}"), val=stream("val", task="evaluate"), producers=producers)
+    fill(dm.client, "val" if partition != "val" else "train@0", 8)
+    trainer(callbacks=[rollout("on_train_start", lambda trainer: None)]).fit(Recorder(), datamodule=dm)
+    (text,) = hints.texts
+    assert re.fullmatch(re.escape(waits(partition)) + "which holds .* sealed\\)\\." + STARTS, text), text
+
+
+def join_and_wait() -> None:
+    tq.get_client().get_partition_list()
+    threading.Event().wait()
+
+
+def test_a_producer_that_has_joined_and_put_nothing_is_said_to_run(trainer: MakeTrainer, hints: Hints) -> None:
+    hints.then = lambda text: fill(tq.get_client(), "train@0", 8) if "is running" in text else None
+    with TQDataModule(
+        train=stream("train@{epoch}"), queue={"units": 1}, producers=[Producer(target=join_and_wait)]
+    ) as dm:
         trainer().fit(Recorder(), datamodule=dm)
-    assert hints.texts == [f"{waits('train@0')}which is empty. 1 producer is running."]
+    assert hints.texts[-1] == f"{waits('train@0')}which is empty. 1 producer is running."
 
 
 def test_a_partition_without_a_sample_is_reported_as_such(data: Make, trainer: MakeTrainer, hints: Hints) -> None:
