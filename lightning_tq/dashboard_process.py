@@ -5,23 +5,35 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import PurePath
 
 from transfer_queue.errors import LaunchError
 
 _END_S = 5.0
 
 
+def program_name(argv: Sequence[str]) -> str:
+    """Such as "grpo" for ``lightning-tq fit --config configs/grpo.yaml``, and "train" for ``python train.py``."""
+    configs = [second for first, second in pairwise(argv) if first in ("-c", "--config")]
+    configs += [word.partition("=")[2] for word in argv if word.startswith("--config=")]
+    return PurePath((configs or argv or [""])[0]).stem
+
+
 class DashboardProcess:
     """Serves the queue's page from its start until ``close``, or until this process has ended. It prints the URL."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, name: str | None = None) -> None:
         """
         Args:
             address: Address of the queue.
+            name: Title of the page. Default: the name of the configuration, or else of the program.
         Raises:
             LaunchError: the program can't be started.
         """
-        command = [sys.executable, "-m", "lightning_tq", "dashboard", "--until-input-ends", address]
+        command = [sys.executable, "-m", "lightning_tq", "dashboard", "--until-input-ends"]
+        command += ["--name", name or program_name(sys.argv), address]
         try:
             # In a session of its own, so that Ctrl-C reaches the run alone. Its input ends with this process.
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)

@@ -57,8 +57,9 @@ class QueueConfig:
     """Seconds in which a dead producer may be replaced before readers of its fields get an error."""
     timeout_s: float = 30.0
     """Longest wait for a server's answer, in addition to a call's own timeout."""
-    dashboard: bool = False
-    """Serve a web page that shows the queue while it is used; its address is printed. See docs/dashboard.md."""
+    dashboard: bool | str = False
+    """Serve a web page that shows the queue while it is used; its address is printed. A text is its title. See
+    docs/dashboard.md."""
     options: dict[str, Any] | None = None
     """Other keys of transfer_queue's config.yaml. They override the fields above."""
 

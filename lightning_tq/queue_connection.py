@@ -100,7 +100,7 @@ class QueueConnection:
         is_own = self._own_queue == (self._pid, self._joined)
         self._finalizer = Finalize(None, _close_if_own, args=(is_own, self._pid), exitpriority=20)
         if config.dashboard and address is None:
-            self._page = DashboardProcess(self.address)
+            self._page = DashboardProcess(self.address, config.dashboard if isinstance(config.dashboard, str) else None)
 
     def close(self) -> None:
         """Leave the queue, and end it if it was started here and no other connection of this process uses it.

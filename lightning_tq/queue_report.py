@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_tq.checks import byte_text, counted
-from transfer_queue import Finding, TransferQueueClient, diagnose
+from transfer_queue import Finding, TransferQueueClient, diagnose, is_internal
 from transfer_queue.errors import TransferQueueError
 
 R = TypeVar("R")
@@ -110,17 +110,36 @@ def make_report(address: str, now: QueueSnapshot, before: QueueSnapshot | None =
 
     ``put_per_s``: samples that became readable. ``consumed_per_s``, per task: samples that it consumed, or that were
     cleared before it could. Both are None without ``before``, or if the partition or the task began anew since.
-    ``findings``: what ``diagnose`` finds, with its text.
+    ``findings``: what ``diagnose`` finds, with its text. The queue's own partitions and their tasks are left out.
     """
-    partitions = {}
-    for name, partition in now.stats["partitions"].items():
+    stats, partitions = without_internal(now.stats), {}
+    for name, partition in stats["partitions"].items():
         earlier = {} if before is None else before.stats["partitions"].get(name, {})
         seconds = 0.0 if before is None else now.taken_at - before.taken_at
         partitions[name] = _with_rates(partition, earlier, seconds)
     return {
-        "address": address, **now.stats, "partitions": partitions, "units": now.units, "units_error": now.units_error,
+        "address": address, **stats, "partitions": partitions, "units": now.units, "units_error": now.units_error,
         "findings": [plain(each) for each in diagnose(now.stats, now.units, now.units_error)],
     }  # fmt: skip
+
+
+def without_internal(stats: Numbers) -> Numbers:
+    """Statistics without the queue's own partitions, their tasks and the fields that only they have."""
+    partitions = {name: each for name, each in stats["partitions"].items() if not is_internal(name)}
+    fields = {field for each in partitions.values() for field in each["fields"]}
+    own = {f for name, each in stats["partitions"].items() if is_internal(name) for f in each["fields"]} - fields
+    metrics = dict(stats.get("metrics", {}))
+    for kind in ("versions", "age_s"):
+        metrics |= {kind: _without_internal(metrics[kind])} if kind in metrics else {}
+    return {
+        **stats, "partitions": partitions, "metrics": metrics, "dropped": _without_internal(stats["dropped"]),
+        "waiting": [each for each in stats["waiting"] if each["writer"] or not is_internal(each["partition"])],
+        "producers": {field: each for field, each in stats["producers"].items() if field not in own},
+    }  # fmt: skip
+
+
+def _without_internal(by_name: Numbers) -> Numbers:
+    return {name: each for name, each in by_name.items() if not is_internal(name)}
 
 
 def plain(finding: Finding) -> Numbers:
@@ -176,7 +195,7 @@ def tables(report: Numbers) -> RenderableType:
         parts.append(table_of(_HOLDERS, holders))
     if report["units"]:
         parts.append(table_of(_UNITS, [_unit_row(unit) for unit in report["units"]]))
-    for kind in ("storage", "unit", "sampler"):
+    for kind in ("full", "storage", "unit", "sampler"):
         if texts := [each["statement"] for each in findings if each["kind"] == kind][-_MOST_LINES:]:
             parts.append(Text("\n".join(texts), style="red"))
     return Group(*(line for part in parts for line in (part, Text())))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -24,7 +25,8 @@ from lightning_tq.stream import StageStream, Stream
 from lightning_tq.topology import Topology
 from lightning_tq.trainer_compat import begin_next_epoch, changes_batches, step_when_trained
 from lightning_tq.wait_hints import WaitHints, why_nothing
-from transfer_queue.errors import ConfigError
+from transfer_queue import is_internal
+from transfer_queue.errors import ConfigError, TransferQueueError
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -88,7 +90,7 @@ class Run:
         self._follows_a_fit = self._address in self._fitted
         checks = [self._terminated, parent_check(self.trainer.global_rank)]
         if spec.producers is not None:
-            checks.insert(0, spec.producers.failure)
+            checks.insert(0, self._producer_failure)
         if spec.members is not None:
             checks.append(spec.members.check)
         self._running = spec.producers.running if spec.producers is not None else lambda: None
@@ -108,9 +110,9 @@ class Run:
         self._watchdog.start()
         if self.trainer.state.fn == TrainerFn.FITTING:
             self._fitted.add(self._address)
-            if self._follows_a_fit and self.partitions_at_start and self._running() is not None:
+            if self._follows_a_fit and self._shown_at_start() and self._running() is not None:
                 rank_zero_info(
-                    f"The queue of an earlier fit holds {list_names(self.partitions_at_start)}, and producers can't "
+                    f"The queue of an earlier fit holds {list_names(self._shown_at_start())}, and producers can't "
                     f"put into what is sealed. For a new queue, call close() of that fit's data module first."
                 )
 
@@ -138,7 +140,8 @@ class Run:
         known = self.partitions_at_start
         if entry == "fit" or not (known or are_configured):
             return
-        holds = f"The queue holds {list_names(known)}." if known else "The queue is empty."
+        shown = self._shown_at_start()
+        holds = f"The queue holds {list_names(shown)}." if shown else "The queue is empty."
 
         def warn(reader: StreamReader, name: str) -> None:
             if name not in known:
@@ -151,6 +154,9 @@ class Run:
         for reader in self.readers.values():
             reader.on_partition = partial(warn, reader)
 
+    def _shown_at_start(self) -> list[str]:
+        return [name for name in self.partitions_at_start if not is_internal(name)]
+
     def of_stage(self, stage: str) -> list[StreamReader]:
         return [reader for reader in self.readers.values() if reader.stage == stage]
 
@@ -158,7 +164,10 @@ class Run:
         return self.of_stage("train")[0]
 
     def end(self) -> None:
-        """End every iterator and thread. Idempotent."""
+        """End every iterator and thread. Idempotent. The producers end next, which is no finding then."""
+        with suppress(TransferQueueError):  # the queue may have ended
+            for process in self._running() or ():
+                self.client.note_exit(process.client_name, "ended with its run", planned=True)
         self._watchdog.stop()
         for reader in self.readers.values():
             reader.close()
@@ -293,6 +302,15 @@ class Run:
             self.readers[label].progress.partition = overfitted[label]
 
     # ---- what the watchdog checks ----
+
+    def _producer_failure(self) -> BaseException | None:
+        assert self.spec.producers is not None
+        process = self.spec.producers.failed()
+        if process is None:
+            return None
+        with suppress(TransferQueueError):  # the queue may have ended before it
+            self.client.note_exit(process.client_name, *process.exit_text())
+        return process.failure()
 
     def _terminated(self) -> BaseException | None:
         return SIGTERMException() if self.trainer.received_sigterm else None

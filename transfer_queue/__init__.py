@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps 
     from transfer_queue.diagnosis import (
         Finding as Finding,
         diagnose as diagnose,
+        is_internal as is_internal,
     )
     from transfer_queue.errors import (
         BatchTimeoutError as BatchTimeoutError,
@@ -113,7 +114,7 @@ _MODULES = {
     "transfer_queue.client": ("AsyncTransferQueueClient", "KeyChanges", "TransferQueueClient"),
     "transfer_queue.client.lease": ("Lease",),
     "transfer_queue.control.tag_filter": ("parse_filter",),
-    "transfer_queue.diagnosis": ("Finding", "diagnose"),
+    "transfer_queue.diagnosis": ("Finding", "diagnose", "is_internal"),
     "transfer_queue.errors": (
         "BatchTimeoutError", "CheckpointError", "CheckpointNotFoundError", "ConfigError", "EndOfPartitionError",
         "FieldNotReadyError", "GateStarvedError", "GroupStateError", "KeysTimeoutError", "LeaseLostError",

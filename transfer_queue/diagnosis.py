@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,9 @@ Numbers = Mapping[str, Any]
 _GENERATION_ABOVE = 0.1
 """Share of the time that training waited from which generation counts as the bottleneck."""
 _CLEARED = "cleared (clear_consumed, clear_partition)"
+_FULL_FROM = 0.95
+"""Share of the memory."""
+_IDLE_FROM_S = 10.0
 _MOST_LISTED = 4
 _MOST_OWING = 5
 """Writers that a reply names."""
@@ -34,8 +38,8 @@ class Finding:
     """
 
     kind: str
-    """A wait is a "fetch", "put" or "keys". What went wrong: "gone" (producers), "lost" (values), "unit", "storage" or
-    "sampler". "training" says what limits a run, "groups" what became of those of a partition."""
+    """A wait is a "fetch", "put" or "keys". What went wrong: "gone" (producers), "lost" (values), "unit", "storage",
+    "sampler" or "full" (the queue). "training" says what limits a run, "groups" what became of those of a partition."""
     names: tuple[object, ...] = ()
     """Which one of its kind. They stay the same while numbers change."""
     what: str
@@ -76,6 +80,21 @@ class Finding:
         return cls(kind="training", what="generation", held_up_by=(waited,))
 
     @classmethod
+    def of_a_look(cls, task: str | None, seconds: float, waited_share: float) -> Finding:
+        """Which side limits a run now, from a look of so many seconds at its training task.
+
+        Args:
+            task: None: no task has asked for samples meanwhile.
+            waited_share: Of the look, in which the task had a fetch that waited.
+        """
+        time = f"the last {seconds:.0f} s"
+        if task is None:
+            return cls(kind="training", what="nothing is read:", held_up_by=(f"no task has asked in {time}",))
+        waited = f"task {task!r} waited for samples in {waited_share:.0%} of {time}"
+        side = "training" if waited_share < _GENERATION_ABOVE else "generation"
+        return cls(kind="training", names=(side,), what=side, held_up_by=(f"is the bottleneck: {waited}",))
+
+    @classmethod
     def of_groups(cls, partition: str, groups: Numbers) -> Finding:
         """What became of a partition's groups.
 
@@ -97,18 +116,36 @@ def diagnose(stats: Numbers, units: Sequence[Numbers] = (), units_error: str | N
         >>> tq.diagnose(client.get_stats(), client.get_storage_stats())
         []
     """
-    waiting = list(stats["waiting"])
+    shown = {name: each for name, each in stats["partitions"].items() if not is_internal(name)}
+    waiting = [each for each in stats["waiting"] if each["writer"] or not is_internal(each.get("partition"))]
     if not any(each.get("wanted_nbytes") for each in waiting):  # of units in processes of their own only this is known
         waiting += [
             {"writer": True, "client": f"{parked} clients at {unit['unit']}", "wanted_nbytes": unit["parked_nbytes"]}
             for unit in units if (parked := unit["parked"])
         ]  # fmt: skip
-    partitions = stats["partitions"].values()
-    shared = {
-        **stats, "units": units, "keepers": keepers((each["samples"], _kept(each)) for each in partitions),
-        "used": sum(each["samples"] + each["held"] for each in partitions),
-    }  # fmt: skip
-    return [*_wrong(stats, units_error), *(_wait(shared, each) for each in waiting)]
+    keeping = keepers((each["samples"], _kept(each)) for each in shown.values())
+    used = sum(each["samples"] + each["held"] for each in stats["partitions"].values())
+    known = {**stats, "partitions": shown, "units": units, "keepers": keeping, "used": used}
+    waits = [_wait(known, each) for each in waiting]
+    return [*_wrong(known, units_error), *_full(known, [each for each in waits if each.kind == "put"]), *waits]
+
+
+def is_internal(name: str | None) -> bool:
+    """Whether this partition or task is the queue's own, such as that of the weights: no report shows those.
+
+    Their names begin with "_".
+
+    Examples:
+        >>> [name for name in ("_weights", "train@0") if not tq.is_internal(name)]
+        ['train@0']
+    """
+    return name is not None and name.startswith("_")
+
+
+def end_of_producer(end: Numbers) -> tuple[str, ...]:
+    """What is known of the last one of some producers to die: client, process and exit, the last line of its output."""
+    line = end.get("last_line")
+    return tuple(filter(None, (f"last client {end['client']}", end.get("how"), f"which said {line!r}" if line else "")))
 
 
 def not_ready(reply: NotReady, task: str, partition: str, fields: Iterable[str], waited_s: float) -> Finding:
@@ -149,10 +186,10 @@ def keepers(partitions: Iterable[tuple[int, Mapping[str, tuple[int, int]]]]) -> 
 
 def _wrong(stats: Numbers, units_error: str | None) -> Iterator[Finding]:
     for name, partition in stats["partitions"].items():
-        if field := partition["abandoned"]:
-            died = ("have died", f"readers of {name!r} get an error")
-            what, to_do = f"all producers of {field!r}", ("look at their output", "restart them")
-            yield Finding(kind="gone", names=(name,), what=what, held_up_by=died, to_do=to_do)
+        field = partition["abandoned"]
+        end = stats.get("lost_producers", {}).get(field, {})
+        if field and not end.get("planned"):
+            yield _gone(name, field, partition, end)
         yield from (lost_values(name, field, count) for field, count in partition["lost"].items())
     for at, unit in enumerate(stats["lost_units"]):
         before = stats["lost_units"][:at].count(unit)  # a unit may come again under its name, and end again
@@ -164,6 +201,57 @@ def _wrong(stats: Numbers, units_error: str | None) -> Iterator[Finding]:
         number, age_s, held = alarm["number"], alarm["seen_s_ago"], f"held the server for {alarm['held_s']:.1f} s"
         told = (held, "when nobody else was served", f"seen {age_s:.0f} s ago")
         yield Finding(kind="sampler", names=(number,), what=alarm["what"], age_s=age_s, held_up_by=told)
+
+
+def _full(stats: Numbers, puts: Sequence[Finding]) -> Iterator[Finding]:
+    """The queue, while it is full or puts wait for room."""
+    blocked = [each for each in puts if each.to_do]
+    limits = [unit["capacity_bytes"] for unit in stats["units"]]
+    most, held = (sum(limits), sum(map(_in_memory, stats["units"]))) if _all(limits) else (0, 0)
+    capacity, used = stats["capacity"], stats["used"]
+    if not blocked and not (capacity and used >= capacity) and not (most and held >= _FULL_FROM * most):
+        return
+    holds = (
+        f"{used:,} of {_counted(capacity)}" if capacity else "",
+        f"{_bytes(held)} of {_bytes(most)}" if most else "",
+    )
+    number = len(blocked)
+    waits = f"{number} put{'s' * (number != 1)} wait{'s' * (number == 1)} for room" if number else ""
+    to_do = blocked[0].to_do if blocked else ("clear consumed samples or partitions",)
+    yield Finding(
+        kind="full", what="the queue", age_s=max((each.age_s or 0.0 for each in blocked), default=None), to_do=to_do,
+        held_up_by=("is full", *filter(None, (*holds, waits)), *stats["keepers"], *_idle(stats)),
+    )  # fmt: skip
+
+
+def _in_memory(unit: Numbers) -> int:
+    """Values on disk need no room in memory."""
+    return int(unit["held_nbytes"] - unit["spilled_nbytes"])
+
+
+def _all(limits: Sequence[int | None]) -> bool:
+    return bool(limits) and all(limits)
+
+
+def _idle(stats: Numbers) -> Iterator[str]:
+    """Tasks that keep samples and don't read."""
+    waiting = {each["task"] for each in stats["waiting"]}
+    asked: dict[str, float] = {}
+    for partition in stats["partitions"].values():
+        for task, own in partition["tasks"].items():
+            if own.get("asked_s_ago") is not None and partition["samples"] > own["consumed"]:
+                asked[task] = min(asked.get(task, math.inf), own["asked_s_ago"])
+    for task, age_s in sorted(asked.items()):
+        if age_s >= _IDLE_FROM_S and task not in waiting:
+            yield f"task {task!r} doesn't read, it asked last {_age(age_s)} ago"
+
+
+def _gone(name: str, field: str, partition: Numbers, end: Numbers) -> Finding:
+    lacking = partition["samples"] - partition.get("produced", {}).get(field, partition["samples"])
+    lack = (f"{_counted(lacking)} of {name!r} lack{'s' * (lacking == 1)} it",) if lacking else ()
+    died = ("have died", *(end_of_producer(end) if end else ()), *lack, f"readers of {name!r} get an error")
+    what, to_do = f"all producers of {field!r}", ("look at their output", "restart them")
+    return Finding(kind="gone", names=(name,), what=what, held_up_by=died, to_do=to_do)
 
 
 def _put_again(partition: str) -> tuple[str, ...]:
@@ -372,7 +460,7 @@ def _counted(samples: int) -> str:
 def _samples_of(waiting: Numbers) -> str:
     wanted, partition = waiting.get("wanted"), waiting["partition"]
     samples = "samples" if wanted is None else _counted(wanted)
-    return samples if partition is None else f"{samples} of {partition!r}"
+    return samples if partition is None or is_internal(partition) else f"{samples} of {partition!r}"
 
 
 def _be(count: int) -> str:

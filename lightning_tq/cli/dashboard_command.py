@@ -16,6 +16,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, metavar="PORT", help=port)
     no_token = "Let every user of this host read the page. Only without --host."
     parser.add_argument("--no-token", action="store_true", help=no_token)
+    parser.add_argument("--name", default="", metavar="NAME", help="Title of the page, such as the run's name.")
     # For the dashboard of a run: it ends with the process that holds the other end of its input.
     parser.add_argument("--until-input-ends", action="store_true", help=argparse.SUPPRESS)
 
@@ -25,7 +26,7 @@ def serve(options: argparse.Namespace, address: str) -> int:
     import transfer_queue as tq
     from lightning_tq.dashboard.web_page import Dashboard
 
-    page = Dashboard(tq.get_client(), address, options.host, not options.no_token)
+    page = Dashboard(tq.get_client(), address, options.host, not options.no_token, options.name)
 
     def tell(url: str) -> None:
         print(f"Dashboard: {url}", flush=True)

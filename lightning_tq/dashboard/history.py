@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from lightning_tq.queue_report import plain
+from transfer_queue import Finding
 
 Numbers = dict[str, Any]
 _POINTS = 900
@@ -17,6 +21,10 @@ _STALENESS_OF_S = 30.0
 _ALARM_OF_S = 60.0
 STARVING_S = 10.0
 """A task that waits for longer is said to starve."""
+_LOOK_S = 30.0
+_SMOOTH_OVER_S = 5.0
+_FULL_FOR_S = 5.0
+"""A queue is full until it was not for so long: between two puts that wait there are moments in which none does."""
 
 
 class QueueHistory:
@@ -29,18 +37,27 @@ class QueueHistory:
         """Each with its number, its time, its ``level`` ("bad", "warn" or "good") and its ``text``."""
         self.problems: list[Numbers] = []
         """What is wrong now, the worst first: ``id``, ``level`` and ``text``. Only the text's numbers may change."""
+        self.bottleneck: Numbers | None = None
+        """Which side limits the run now: a finding as plain data."""
+        self._smooth: dict[tuple[str, ...], float] = {}
+        self._smoothed_at: float | None = None
+        self._full: tuple[float, Numbers] | None = None
         self._numbers = 0
         self._current: dict[str, Numbers] = {}
         self._histograms: deque[tuple[float, Numbers]] = deque()
 
     def add(self, report: Numbers, now: float) -> None:
-        """Take in a report, as ``make_report`` makes it."""
-        self._log({each["id"]: each for each in _problems(report["findings"])}, now)
+        """Take in a report, as ``make_report`` makes it. Its rates become means, that weigh the last seconds most."""
+        self._smooth_rates(report, now)
+        problems = {each["id"]: each for each in _problems(report["findings"])}
+        self._log({**self._still_full(problems, now), **problems}, now)
         self._histograms.append((now, report["metrics"]))
         while now - self._histograms[0][0] > _STALENESS_OF_S:
             self._histograms.popleft()
         self._numbers += 1
         self.points.append({"n": self._numbers, "t": now, **_series(report), **self._staleness(report["metrics"])})
+        seen = [point for point in self.points if now - point["t"] <= _LOOK_S]
+        self.bottleneck = plain(_bottleneck(report, seen))
 
     def unreachable(self, why: str, now: float) -> None:
         """The queue did not answer. Whatever else is wrong lasts, as far as is known."""
@@ -49,6 +66,25 @@ class QueueHistory:
     def since(self, number: int) -> list[Numbers]:
         """The points after this one, the oldest first."""
         return [point for point in self.points if point["n"] > number]
+
+    def _smooth_rates(self, report: Numbers, now: float) -> None:
+        past_s = math.inf if self._smoothed_at is None else now - self._smoothed_at
+        before, self._smooth, self._smoothed_at = self._smooth, {}, now
+        new = 1.0 - math.exp(-past_s / _SMOOTH_OVER_S)
+        for name, partition in report["partitions"].items():
+            rates = [((name,), partition, "put_per_s")]
+            rates += [((name, task), own, "consumed_per_s") for task, own in partition["tasks"].items()]
+            for key, holder, rate in rates:
+                if holder[rate] is not None:
+                    was = before.get(key, holder[rate])
+                    self._smooth[key] = holder[rate] = was + new * (holder[rate] - was)
+
+    def _still_full(self, problems: Numbers, now: float) -> Numbers:
+        found = problems.get(_FULL)
+        if found is not None:
+            self._full = (now, found)
+        recent = self._full is not None and now - self._full[0] < _FULL_FOR_S
+        return {_FULL: self._full[1]} if self._full is not None and recent else {}
 
     def _log(self, problems: dict[str, Numbers], now: float) -> None:
         for name, problem in problems.items():
@@ -98,10 +134,33 @@ def _series(report: Numbers) -> Numbers:
     return {"put": put, "got": got, "waits": waits, "other_waits": other_waits, "held": held}
 
 
+def _bottleneck(report: Numbers, seen: list[Numbers]) -> Finding:
+    """Of the tasks that have asked meanwhile, the one that reads most fields trains."""
+    fields: dict[str, int] = {}
+    for partition in report["partitions"].values():
+        for task, own in partition["tasks"].items():
+            most = max((len(names.partition(" where ")[0].split(",")) for names in own.get("ready", ())), default=0)
+            fields[task] = max(fields.get(task, 0), most)
+    waits = {task: sum(point["waits"].get(task, 0.0) > 0 for point in seen) for task in fields}
+    got = {task: sum(point["got"].get(task, 0.0) for point in seen) for task in fields}
+    active = [task for task in fields if waits[task] or got[task] >= _LEAST_RATE * len(seen)]
+    seconds = max(seen[-1]["t"] - seen[0]["t"], 1.0)
+    task = max(active, key=lambda task: (fields[task], got[task]), default=None)
+    return Finding.of_a_look(task, seconds, 0.0 if task is None else waits[task] / len(seen))
+
+
+_LEAST_RATE = 1e-3
+"""Of samples per second: a mean that fades never becomes 0."""
+_FULL = repr(("full",))
+
+
 def _problems(findings: list[Numbers]) -> Iterator[Numbers]:
     """What is wrong, with an id that stays the same while it lasts: of what kind it is, and of whom."""
     for each in findings:
         is_news = each["kind"] != "sampler" or each["age_s"] < _ALARM_OF_S
-        if is_news and not (each["waits_for"] and (each["kind"] == "keys" or (each["age_s"] or 0.0) < STARVING_S)):
-            level = "warn" if each["waits_for"] else "bad"
+        is_short = each["kind"] in ("keys", "put") or (each["age_s"] or 0.0) < STARVING_S
+        waits_for_a_save = each["kind"] == "put" and not each["to_do"] and (each["age_s"] or 0.0) >= STARVING_S
+        if is_news and not (each["waits_for"] and is_short and not waits_for_a_save):
+            blocks = each["kind"] == "full" and (each["age_s"] or 0.0) >= STARVING_S
+            level = "warn" if each["waits_for"] or (each["kind"] == "full" and not blocks) else "bad"
             yield {"id": repr((each["kind"], *each["names"])), "level": level, "text": each["text"]}

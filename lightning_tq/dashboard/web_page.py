@@ -36,10 +36,12 @@ class Dashboard:
     """Looks at the queue once a second, and serves what it saw until it is cancelled."""
 
     def __init__(
-        self, client: TransferQueueClient, address: str, host: str = "127.0.0.1", with_token: bool = True
-    ) -> None:
+        self, client: TransferQueueClient, address: str, host: str = "127.0.0.1", with_token: bool = True,
+        name: str = "",
+    ) -> None:  # fmt: skip
         """
         Args:
+            name: That of the run, for title and head.
             host: Where to listen.
             with_token: Readers need the token of the URL. Without, every user of this host can read the page.
         Raises:
@@ -47,7 +49,7 @@ class Dashboard:
         """
         if not with_token and host not in _LOCAL:
             raise ConfigError(f"a dashboard at {host} is for other hosts: omit --no-token, or --host.")
-        self._client, self._address, self._host = client, address, host
+        self._client, self._address, self._host, self._name = client, address, host, name
         self._token = secrets.token_urlsafe(16) if with_token else None
         self._history = QueueHistory()
         self._report: dict[str, Any] | None = None
@@ -138,6 +140,8 @@ class Dashboard:
             {
                 "now": time.time(),
                 "address": self._address,
+                "name": self._name,
+                "bottleneck": self._history.bottleneck,
                 "report": self._report,
                 "points": self._history.since(int(after) if after.isdecimal() else 0),
                 "problems": self._history.problems,

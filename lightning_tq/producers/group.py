@@ -185,15 +185,19 @@ class ProducerProcess:
 
     def failure(self) -> ProducerError | None:
         """The error that it ended with. None while it runs, and after a success."""
-        code = self.popen.poll()
-        if code is None or code == 0:
+        if not self.popen.poll():
             return None
+        how, _ = self.exit_text()
+        output = "".join(self._lines).rstrip() or "(nothing)"
+        return ProducerError(f"{how}. Its last output on stderr:\n{output}")
+
+    def exit_text(self) -> tuple[str, str]:
+        """How it has ended, and the last line of its stderr."""
+        code = self.popen.wait()
         self._thread.join(_STOP_TIMEOUT_S)
         cause = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        output = "".join(self._lines).rstrip() or "(nothing)"
-        return ProducerError(
-            f"producer {self.label}, pid {self.popen.pid}, {cause}. Its last output on stderr:\n{output}"
-        )
+        last = next((line.strip() for line in reversed(self._lines) if line.strip()), "")
+        return f"producer {self.label}, pid {self.popen.pid}, {cause}", last
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -247,7 +251,12 @@ class ProducerGroup:
 
     def failure(self) -> ProducerError | None:
         """The first process that ended with an error or by a signal."""
-        return next((failure for process in list(self._processes) if (failure := process.failure())), None)
+        process = self.failed()
+        return None if process is None else process.failure()
+
+    def failed(self) -> ProducerProcess | None:
+        """The first process that ended with an error or by a signal."""
+        return next((process for process in list(self._processes) if process.popen.poll()), None)
 
     def running(self) -> list[ProducerProcess] | None:
         """The processes that have not ended; None if none was started."""

@@ -19,7 +19,8 @@ from lightning_tq.producers import deadline_after, next_samples, wait_until
 from transfer_queue import BatchMeta, EndOfPartitionError, StorageKeyNotFoundError, TransferQueueClient
 from transfer_queue.errors import InvalidRequestError
 
-WEIGHTS_PARTITION = "weights"
+WEIGHTS_PARTITION = "_weights"
+"""Reports don't show it, because its name begins with "_" (``tq.is_internal``)."""
 _FIELDS = ["values", "layout"]
 _ALIGNMENT = 64
 
@@ -95,7 +96,7 @@ class WeightsReader:
         """
         self._client = client if client is not None else tq.get_client()
         self._partition = partition
-        self._task = task or f"weights-reader-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        self._task = task or f"_weights-reader-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self._weights: Weights | None = None
 
     @property
@@ -133,7 +134,8 @@ class WeightsReader:
         return newest
 
     def _wait(self, least: int, deadline: float) -> BatchMeta:
-        waits_for = f"weights of version {least} or later; the newest in {self._partition!r} is {self.version}."
+        newest = "none was published yet" if self._weights is None else f"the newest is {self.version}"
+        waits_for = f"weights of version {least} or later; {newest}."
         return wait_until(deadline, self._next, waits_for, " Check that the trainer runs with PublishWeights.")
 
     def _next(self, wait_s: float) -> BatchMeta | None:

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
+
+import pytest
 
 from lightning_tq.dashboard.history import QueueHistory
 from lightning_tq.queue_report import plain
@@ -18,6 +21,9 @@ def task(consumed_per_s: float | None = 0.0) -> dict[str, Any]:
     return {"consumed_per_s": consumed_per_s, "consumed": 0, "in_flight_samples": 0}
 
 
+UNIT = {"unit": "unit0", "held_nbytes": 7, "spilled_nbytes": 0, "capacity_bytes": None, "parked": 0}
+
+
 def report(**changes: Any) -> dict[str, Any]:
     partition = {
         "put_per_s": 2.0, "tasks": {"learn": task(3.0)}, "abandoned": None, "lost": {}, "samples": 0, "held": 0,
@@ -28,7 +34,7 @@ def report(**changes: Any) -> dict[str, Any]:
         "partitions": {"train": partition, "other": {**partition, "abandoned": None, "lost": {}}}, "waiting": [],
         "lost_units": [], "alarms": [], "metrics": {"versions": {}, "age_s": {}}, "clients": {}, "capacity": None,
     }  # fmt: skip
-    told = {**stats, "units": [{"unit": "unit0", "held_nbytes": 7, "parked": 0}], **changes}
+    told = {**stats, "units": [UNIT], **changes}
     return {**told, "findings": [plain(each) for each in diagnose(told)]}
 
 
@@ -47,7 +53,7 @@ def test_a_point_adds_up_partitions_and_shows_the_longest_wait_of_each_task():
     history = QueueHistory()
     history.add(report(waiting=[waiting(1.0), waiting(3.0), waiting(2.0, task=None, writer=True)]), now=50.0)
     assert list(history.points) == [
-        {"n": 1, "t": 50.0, "put": 4.0, "got": {"learn": 6.0}, "waits": {"learn": 3.0}, "other_waits": {"puts": 2.0},
+        {"n": 2, "t": 50.0, "put": 4.0, "got": {"learn": 6.0}, "waits": {"learn": 3.0}, "other_waits": {"puts": 2.0},
          "held": {"unit0": 7}, "versions": {}, "age_s": {}},
     ]  # fmt: skip
 
@@ -97,6 +103,37 @@ def test_a_task_that_waits_long_is_a_warning_that_says_what_it_lacks_and_problem
         "task 'learn' waited 12.0 s for 4 samples of 'train': 3 lack field 'reward'. Check the producers, lower "
         "batch_size, or wait longer (timeout_s).",
     ]
+
+
+def test_a_full_queue_is_one_problem_until_it_is_not_full_any_more():
+    history, seen = QueueHistory(), []
+    put = waiting(3.0, task=None, writer=True)
+    for second, puts in ((0, [put]), (1, []), (4, [{**put, "waited_s": 12.0}]), (5, []), (20, [])):
+        history.add(report(waiting=puts), float(second))
+        seen.append([problem["level"] for problem in history.problems])
+    assert seen == [["warn"], ["warn"], ["bad"], ["bad"], []]
+    assert [event["level"] for event in history.events] == ["warn", "good"]
+
+
+def test_rates_are_means_that_weigh_the_last_seconds_most():
+    history = QueueHistory()
+    for second, rate in enumerate((100.0, 0.0, 100.0, 0.0, 100.0)):
+        history.add(report(put_per_s=rate / 2), float(second))
+    shown = [point["put"] for point in history.points]
+    assert shown[0] == 100.0
+    assert max(abs(b - a) for a, b in pairwise(shown)) < 20.0
+
+
+@pytest.mark.parametrize(("waits_in", "side"), [(0, "training"), (8, "generation")])
+def test_the_task_that_reads_most_fields_says_which_side_limits_the_run(waits_in, side):
+    history = QueueHistory()
+    teacher, learner = {**task(9.0), "ready": {"x": 3}}, {**task(3.0), "ready": {"x,y where v > 1": 0}}
+    for second in range(10):
+        waits = [waiting(0.3, task="label"), *([waiting(0.3)] if second < waits_in else [])]
+        history.add(report(tasks={"label": teacher, "learn": learner}, waiting=waits), float(second))
+    assert history.bottleneck is not None
+    assert history.bottleneck["names"] == (side,)
+    assert "task 'learn' waited for samples in" in history.bottleneck["statement"]
 
 
 def test_a_problem_is_the_same_one_while_only_the_numbers_in_its_text_change():

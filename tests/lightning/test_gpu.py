@@ -293,7 +293,7 @@ class OtherWeightsAtValidation(Callback):
 def versions(client: TransferQueueClient) -> list[Weights]:
     """What the queue holds."""
     found = []
-    metas = client.get_meta(["values", "layout"], partition_id="weights", mode="force_fetch")
+    metas = client.get_meta(["values", "layout"], partition_id="_weights", mode="force_fetch")
     for row in range(metas.size):
         reader = WeightsReader(client)
         assert reader._load(metas.select_samples([row]))

@@ -72,8 +72,13 @@ def test_a_reader_waits_for_a_version_that_is_new_enough(client: tq.TransferQueu
 
 def test_a_timeout_names_the_version_it_waited_for(client: tq.TransferQueueClient) -> None:
     put(0)
-    with pytest.raises(tq.BatchTimeoutError, match="version 3 or later; the newest in 'weights' is 0"):
+    with pytest.raises(tq.BatchTimeoutError, match="version 3 or later; the newest is 0"):
         WeightsReader(client).latest(least=3, timeout_s=0.2)
+
+
+def test_a_timeout_before_the_first_version_says_that_there_is_none(client: tq.TransferQueueClient) -> None:
+    with pytest.raises(tq.BatchTimeoutError, match="version 0 or later; none was published yet"):
+        WeightsReader(client).latest(timeout_s=0.2)
 
 
 def test_a_version_cleared_while_it_was_fetched_is_skipped_for_the_next(client: tq.TransferQueueClient) -> None:

@@ -41,7 +41,7 @@ def test_a_partition_per_policy_version_follows_what_was_published(data: Make, t
     assert model.indexes() == [index for part in train for index in part]
     # The first two are read to their end while versions 2, then 4 and 6 are the newest.
     assert model.partitions() == ["train@0", "train@2", "train@6"]
-    assert sorted(dm.client.get_partition_list()) == ["train@6", "weights"]
+    assert sorted(dm.client.get_partition_list()) == ["_weights", "train@6"]
 
 
 def test_without_published_weights_the_policy_version_is_the_step(data: Make, trainer: MakeTrainer) -> None:
@@ -156,7 +156,7 @@ def test_ranks_switch_and_clear_together_and_keep_the_loader_they_were_given(run
         # 16 rows on two ranks, two at a time: four steps per partition, and a validation after every second
         assert [name for name, _ in seen["train"]] == ["train@0"] * 4 + ["train@4"] * 4
         assert [name for name, _ in seen["val"]] == [f"val@{step}" for step in (2, 4, 6, 8) for _ in range(2)]
-        assert (partitions, loader_is_used) == (["train@4", "val@8", "weights"], True)
+        assert (partitions, loader_is_used) == (["_weights", "train@4", "val@8"], True)
         assert [text for text in warned if "loader" in text or "sampler" in text or "queue/" in text] == []
     for stage, count in (("train", 32), ("val", 32)):
         indexes = [index for rank in (first, second) for _, batch in rank[0][stage] for index in batch]

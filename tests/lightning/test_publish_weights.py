@@ -93,7 +93,7 @@ def test_versions_come_every_n_steps_and_at_the_end_and_only_some_stay(data: Mak
     trainer(callbacks=[publish, Recording()], accumulate_grad_batches=2).fit(Recorder(), datamodule=dm)
     assert versions == [0, 0, 0, 0, 0, 3, 3, 3, 3, 3, 3, 6, 6, 6]
     assert publish.version == 7
-    weights = dm.client.get_stats()["partitions"]["weights"]
+    weights = dm.client.get_stats()["partitions"]["_weights"]
     assert (weights["samples"], weights["published"], weights["sealed"]) == (1, 4, True)
     assert WeightsReader(dm.client).latest().version == 7
 
@@ -162,7 +162,7 @@ def test_a_failed_put_ends_the_training(data: Make, trainer: MakeTrainer) -> Non
     class Sealing(Callback):
         def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
             if trainer.global_step == 1:
-                trainer.datamodule.client.seal_partition("weights")
+                trainer.datamodule.client.seal_partition("_weights")
 
     dm = data(train=stream("train"))
     fill(dm.client, "train", 16)
@@ -199,7 +199,7 @@ def test_an_empty_training_also_ends_readers(data: Make, trainer: MakeTrainer, o
 
     model = Recorder()
     trainer(callbacks=[PublishWeights(), Recording()], **options).fit(model, datamodule=dm)
-    assert (model.indexes(), sealed["weights"]) == ([], True)
+    assert (model.indexes(), sealed["_weights"]) == ([], True)
 
 
 def test_invalid_publish_arguments_are_refused() -> None:

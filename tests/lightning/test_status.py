@@ -37,7 +37,8 @@ PARTITION = {
     "fields": ["x"], "tasks": {"learn": TASK}, "abandoned": None, "lost": {},
 }  # fmt: skip
 STATS: dict[str, Any] = {
-    "partitions": {}, "waiting": [], "capacity": None, "clients": {}, "alarms": [], "lost_units": []
+    "partitions": {}, "waiting": [], "capacity": None, "clients": {}, "alarms": [], "lost_units": [], "dropped": {},
+    "producers": {},
 }  # fmt: skip
 HOLDINGS = {
     "connections": 1, "reservations": 0, "reserved": 0, "leases": 0, "pins": 0, "freezes": 0, "leaves": 0, "parked": 0,
@@ -201,6 +202,7 @@ def test_json_holds_the_statistics_of_the_queue(queue: TQDataModule) -> None:
     report = json.loads(out)
     train = report["partitions"]["train"]
     assert (report["address"], train["samples"], train["put_per_s"]) == (queue.address, 10, 0.0)
+    assert train["tasks"]["score"].pop("asked_s_ago") is not None
     assert train["tasks"]["score"] == {
         "ready": {"x,reward": 0}, "consumed": 0, "in_flight": 0, "in_flight_samples": 0, "settled": 0, "ended": None,
         "dropped": 0, "done_total": 0, "consumed_per_s": 0.0,

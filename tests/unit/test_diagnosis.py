@@ -23,7 +23,8 @@ FETCH = {
 PUT = {"partition": "train", "task": None, "client": "rollout.7", "waited_s": 1.0, "writer": True, "wanted": 5}
 BYTES = {**PUT, "partition": None, "wanted": None, "wanted_nbytes": 96 << 10}
 KEYS = {"partition": "p", "task": None, "client": "buffer.9", "waited_s": 2.0, "writer": False, "wanted": 3}
-UNIT = {"unit": "unit0", "capacity_bytes": 8 << 20, "parked": 0, "parked_nbytes": 0}
+UNIT = {"unit": "unit0", "capacity_bytes": 8 << 20, "parked": 0, "parked_nbytes": 0, "held_nbytes": 0,
+        "spilled_nbytes": 0}  # fmt: skip
 ROOM = "Clear consumed samples or partitions, raise {}, or raise put_timeout_s."
 KEPT = "task 'learn' has not consumed 2 samples, task 'learn' has not acknowledged 2 samples, at least 4 samples are "
 KEPT += "consumed and not cleared (clear_consumed, clear_partition). "
@@ -97,7 +98,30 @@ OTHERS = [
 def test_puts_and_waits_for_keys(
     waiting: list[dict[str, Any]], capacity: int | None, units: list[dict[str, Any]], says: list[str]
 ) -> None:
-    assert said(stats(waiting, capacity), units) == says
+    assert [text for text in said(stats(waiting, capacity), units) if "queue is full" not in text] == says
+
+
+FULL = {**UNIT, "held_nbytes": 8 << 20}
+
+
+@pytest.mark.parametrize(
+    ("waiting", "capacity", "units", "holds"),
+    [([PUT], 10, [], "8 of 10 samples, 1 put waits for room"), ([], 8, [], "8 of 8 samples"), ([], 9, [], None),
+     ([], None, [FULL], "8 MiB of 8 MiB"), ([], None, [{**FULL, "spilled_nbytes": 1 << 20}], None)],
+)  # fmt: skip
+def test_a_queue_is_full_while_a_put_waits_and_also_between_two_puts(
+    waiting: list[dict[str, Any]], capacity: int | None, units: list[dict[str, Any]], holds: str | None
+) -> None:
+    found = [each.statement for each in diagnose(stats(waiting, capacity), units) if each.kind == "full"]
+    assert found == ([] if holds is None else [f"the queue is full, {holds}, {KEPT.rstrip('. ')}"])
+
+
+def test_a_full_queue_says_which_tasks_do_not_read() -> None:
+    tasks = {name: {**TASK, "asked_s_ago": age_s} for name, age_s in (("slow", 50.0), ("busy", 2.0), ("learn", 50.0))}
+    (found, _) = diagnose(stats([FETCH], 8, tasks={**tasks, "done": {**TASK, "consumed": 8, "asked_s_ago": 75.0}}))
+    assert [text for text in found.held_up_by if "doesn't read" in text] == [
+        "task 'slow' doesn't read, it asked last 50 s ago"
+    ]
 
 
 @pytest.mark.parametrize(("capacity", "is_of_the_checkpoint"), [(None, True), (13, True), (12, False)])
@@ -257,3 +281,46 @@ def test_groups_are_summed_up_with_the_oldest_work(seconds: float, shown: str) -
     oldest = {"worker": "rollout-7", "key": "q1", "age_s": seconds}
     found = Finding.of_groups("train", {**GROUPS, "states": {"running": 2}, "rejected": {}, "oldest": oldest})
     assert str(found) == f"groups of 'train': 2 running (oldest {shown}, rollout-7)."
+
+
+END = {
+    "client": "rollout-0_71.ab",
+    "how": "pid 71 was killed by SIGKILL",
+    "last_line": "out of memory",
+    "planned": False,
+}
+
+
+def test_dead_producers_are_named_with_their_end_and_what_is_lacking() -> None:
+    told = {**stats([], abandoned="y", produced={"y": 5}), "lost_producers": {"y": END}}
+    assert said(told) == [
+        "all producers of 'y' have died, last client rollout-0_71.ab, pid 71 was killed by SIGKILL, which said 'out of "
+        "memory', 3 samples of 'train' lack it, readers of 'train' get an error. Look at their output, or restart them."
+    ]
+
+
+def test_producers_that_ended_with_their_run_are_no_finding() -> None:
+    assert said({**stats([], abandoned="y"), "lost_producers": {"y": {**END, "planned": True}}}) == []
+
+
+def test_the_queues_own_partitions_are_in_no_finding() -> None:
+    weights = {**PARTITION, "abandoned": "x", "lost": {"x": 1}, "tasks": {"_reader": {**TASK, "consumed": 0}}}
+    told = stats(
+        [{**FETCH, "partition": "_weights"}, {**FETCH, "partition": "val"}, {**PUT, "partition": "_weights"}], 9
+    )
+    told["partitions"]["_weights"] = weights
+    texts = said(told)
+    assert [text.split(":")[0] for text in texts[1:]] == [
+        f"{WAITED.replace('train', 'val')}", "a put of rollout.7 waited 1.0 s for room for 5 samples in a queue of 9"
+    ]  # fmt: skip
+    assert [text for text in texts if "_weights" in text or "_reader" in text] == []
+
+
+@pytest.mark.parametrize(
+    ("task", "share", "says"),
+    [("learn", 0.8, "generation is the bottleneck: task 'learn' waited for samples in 80% of the last 30 s"),
+     ("learn", 0.02, "training is the bottleneck: task 'learn' waited for samples in 2% of the last 30 s"),
+     (None, 0.0, "nothing is read: no task has asked in the last 30 s")],
+)  # fmt: skip
+def test_a_look_says_which_side_limits_a_run_now(task: str | None, share: float, says: str) -> None:
+    assert Finding.of_a_look(task, 30.0, share).statement == says

@@ -54,6 +54,7 @@ REQUESTS = [
     p.ForgetTask(25, "t"),
     p.GetStats(25),
     p.ExpectProducers(25),
+    p.NoteExit(25, "rollout-0", "pid 7 ended with exit code 1", "ValueError: x", True),
     p.EvictClient(25, "client"),
     p.JoinUnit(25, "unit0", "host", ["ipc:///unit0", "tcp://host:1"], 2**40),
     p.ListUnits(25, 7, 30.0),

@@ -63,6 +63,7 @@ class TransferQueueClient(AsyncTransferQueueClient):
     get_partition_list = blocking(AsyncTransferQueueClient.async_get_partition_list)
     forget_task = blocking(AsyncTransferQueueClient.async_forget_task)
     expect_producers = blocking(AsyncTransferQueueClient.async_expect_producers)
+    note_exit = blocking(AsyncTransferQueueClient.async_note_exit)
     evict_client = blocking(AsyncTransferQueueClient.async_evict_client)
     get_stats = blocking(AsyncTransferQueueClient.async_get_stats)
     get_lost_samples = blocking(AsyncTransferQueueClient.async_get_lost_samples)

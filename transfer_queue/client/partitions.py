@@ -178,6 +178,21 @@ class Partitions(Keys):
         """
         await self.session.ask(p.ExpectProducers, p.Done)
 
+    async def async_note_exit(self, client_name: str, how: str, last_line: str = "", *, planned: bool = False) -> None:
+        """Say how the process of a producer has ended. Errors, status and dashboard show it with the producer's fields.
+
+        A data module calls it for its producers. Call it where a program of yours starts and watches producers.
+
+        Args:
+            client_name: The producer's ``TQ_CLIENT_NAME``.
+            how: Process, pid and exit, such as "pid 71 ended with exit code 1".
+            last_line: Of its output.
+            planned: You have ended it, because its work is over. Then its death is no finding of ``diagnose``.
+        Examples:
+            >>> client.note_exit("rollout-0", "pid 71 was killed by SIGKILL", "CUDA out of memory")
+        """
+        await self.session.ask(p.NoteExit, p.Done, client_name, how, last_line, planned)
+
     async def async_evict_client(self, client: str, *, unit: bool = False) -> bool:
         """End the session of a client that hangs, as if it had died; ``get_stats()["clients"]`` names them.
 

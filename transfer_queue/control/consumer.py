@@ -46,7 +46,7 @@ class Consumer:
 
     ``num_undrawn`` and ``num_unconsumed`` count live samples. They differ only after a reset of consumption: samples
     in the ledger are then unconsumed, but not drawn into another batch. ``num_done`` counts samples that were consumed
-    or cleared, each time: it only grows.
+    or cleared, each time: it only grows. ``asked_at``: when a fetch of the task was looked at last; None: never.
     """
 
     def __init__(self, task: str, tokens: str, table: RowTable, schema: Schema, tags: TagStore) -> None:
@@ -63,6 +63,7 @@ class Consumer:
         table.add_column(self._consumed, np.bool_)
         self.num_undrawn = self._num_offered = len(self._live())
         self.num_done = 0
+        self.asked_at: float | None = None
         self._ready: KeptSets[ReadyKey] = KeptSets()
         self._undrawn_with: dict[str, int] = {}  # by field, once a reply has reported how many samples lack it
         self._decided = 0

@@ -19,6 +19,7 @@ from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.serving import ServedFetch, check_fetch
 from transfer_queue.control.state import FETCHES, PlaneState
 from transfer_queue.control.writing import writers_of
+from transfer_queue.diagnosis import end_of_producer
 from transfer_queue.errors import ProducersGoneError
 
 _MOST_NAMED = 5
@@ -87,6 +88,7 @@ class _Reader:
             return self._producers_lost(now) or nothing
         served = ServedFetch(fetch, partition, task, dp_size, state.calls.turn)
         served.client = self._call.client
+        served.consumer.asked_at = now
         if fetch.where is not None:
             self._ready = served.ready()
         reply: p.Reply | More | None = served.answer(now, may_draw)
@@ -120,9 +122,11 @@ class _Reader:
         missing = self._state.producers.missing(fetch.fields, now)
         if missing is None:
             return None
+        ended = end_of_producer(self._state.producers.end_of(missing))
         text = (
             f"task {fetch.task!r} waits for samples of partition {fetch.partition!r}, and every producer of field "
-            f"{missing!r} has died. Look at the producers' output, restart them, then fetch again."
+            f"{missing!r} has died{' (' * bool(ended)}{', '.join(ended)}{')' * bool(ended)}. Look at the producers' "
+            f"output, restart them, then fetch again."
         )
         return p.Failed(fetch.id, ProducersGoneError.__name__, text)
 

@@ -223,6 +223,12 @@ def expect_producers(state: PlaneState, call: Call, request: p.ExpectProducers) 
     return p.Done(request.id, True)
 
 
+def note_exit(state: PlaneState, call: Call, request: p.NoteExit) -> p.Reply:
+    """Keep how a producer ended, for those who ask why its fields have no producer."""
+    state.producers.note(request.client, request.how, request.last_line, request.planned)
+    return p.Done(request.id, True)
+
+
 def clear_partition(state: PlaneState, call: Call, request: p.ClearPartition) -> p.Reply:
     """Clear a partition. Fetches that wait for it get the end of stream."""
     if request.partition not in state.partitions:

@@ -51,6 +51,7 @@ _VERBS: dict[type[p.Request], Callable[[PlaneState, Call, Any], p.Reply | Wait |
     p.WaitKeys: key_waits.wait_for_keys,
     p.ForgetTask: lifecycle.forget_task,
     p.ExpectProducers: lifecycle.expect_producers,
+    p.NoteExit: lifecycle.note_exit,
     p.LeaseGroups: leasing.lease,
     p.EndLease: leasing.end_lease,
     p.RenewLeases: leasing.renew,

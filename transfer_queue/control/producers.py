@@ -4,18 +4,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from transfer_queue.calls import Call, Calls, Holding, Until
 
+_MOST_NOTES = 256
+_LONGEST = 500
+"""Characters of a note's texts."""
+
 
 class _Producers:
-    """``alive``: by session, what it holds. ``died_at``: the death of the last one to end."""
+    """``alive``: by session, what it holds. ``died_at``, ``last``: when the last one died, and which."""
 
-    __slots__ = ("alive", "died_at", "published_at")
+    __slots__ = ("alive", "died_at", "last", "published_at")
 
     def __init__(self) -> None:
         self.alive: dict[str, _Producing] = {}
         self.died_at: float | None = None
+        self.last = ""
         self.published_at: float | None = None
 
 
@@ -42,6 +48,8 @@ class Producers:
         self._grace_s = grace_s
         self._lost = lost
         self._fields: dict[str, _Producers] = {}
+        self._notes: dict[str, dict[str, Any]] = {}
+        self._left: dict[str, tuple[str, set[str]]] = {}
 
     def announced(self, call: Call, fields: Iterable[str]) -> None:
         """The call's session is about to write these fields. It counts as alive, although it may never publish them."""
@@ -60,6 +68,8 @@ class Producers:
 
     def _producing(self, call: Call, name: str) -> None:
         producers = self._fields.setdefault(name, _Producers())
+        for of_an_earlier_process in (self._notes, self._left):
+            of_an_earlier_process.pop(call.client.rpartition("_")[0], None)
         producers.alive[call.client] = own = _Producing(self, name, call.client)
         self._calls.hold(call, own)
 
@@ -68,16 +78,19 @@ class Producers:
 
         One that leaves without publishing the field doesn't affect the field's other producers.
         """
-        producers = self._fields[name]
+        producers, own = self._fields[name], client.rpartition("_")[0]
         published = producers.alive.pop(client).published
+        died = died or self._has_failed(own)
         if died:
-            producers.died_at = self._calls.now
+            producers.died_at, producers.last = self._calls.now, client
         elif published:
             producers.died_at = None
         if producers.alive:
             return
         if producers.died_at is None:
             del self._fields[name]
+            self._left.setdefault(own, (client, set()))[1].add(name)
+            _keep_latest(self._left)
         else:
             self._calls.at(producers.died_at + self._grace_s, self._lost)
 
@@ -88,14 +101,37 @@ class Producers:
 
     def missing(self, fields: Sequence[str], now: float) -> str | None:
         """A field with lost producers, or None."""
-        for name in fields:
-            producers = self._fields.get(name)
-            if (
-                producers is not None and not producers.alive and producers.died_at is not None
-                and now >= producers.died_at + self._grace_s
-            ):  # fmt: skip
-                return name
-        return None
+        return next((name for name in fields if self._are_lost(self._fields.get(name), now)), None)
+
+    def _are_lost(self, producers: _Producers | None, now: float) -> bool:
+        return (
+            producers is not None and not producers.alive and producers.died_at is not None
+            and now >= producers.died_at + self._grace_s
+        )  # fmt: skip
+
+    def note(self, client: str, how: str, last_line: str, planned: bool) -> None:
+        """How a producer's process has ended. Its session may end later."""
+        self._notes.pop(client, None)
+        self._notes[client] = {"how": how[:_LONGEST], "last_line": last_line[:_LONGEST], "planned": planned}
+        _keep_latest(self._notes)
+        last, fields = self._left.pop(client, ("", ()))
+        for name in () if planned else fields:  # it said goodbye, as Python does after an error, too
+            producers = self._fields.setdefault(name, _Producers())
+            producers.died_at, producers.last = self._calls.now, last
+            self._calls.at(self._calls.now + self._grace_s, self._lost)
+
+    def _has_failed(self, client: str) -> bool:
+        note = self._notes.get(client)
+        return note is not None and not note["planned"]
+
+    def lost_by_field(self, now: float) -> dict[str, dict[str, Any]]:
+        """By field with lost producers: the last ``client`` to die, and what is known of its end."""
+        lost = {name: each for name, each in self._fields.items() if self._are_lost(each, now)}
+        return {name: self.end_of(name) for name in lost}
+
+    def end_of(self, field: str) -> dict[str, Any]:
+        last = self._fields[field].last
+        return {"client": last, **self._notes.get(last.rpartition("_")[0], {})}
 
     def by_field(self, now: float) -> dict[str, dict[str, float | int | None]]:
         """By field: the living sessions that produce it, and how long ago one of them published it."""
@@ -106,3 +142,8 @@ class Producers:
             }
             for name, producers in self._fields.items()
         }
+
+
+def _keep_latest(notes: dict[str, Any]) -> None:
+    for oldest in list(notes)[:-_MOST_NOTES]:
+        del notes[oldest]

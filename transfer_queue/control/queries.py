@@ -165,6 +165,7 @@ def stats(state: PlaneState, call: Call, request: p.GetStats) -> p.Reply:
             "next_index": state.allocator.next_index,
             "dropped": state.dropped.counts(state.partitions.values()),
             "producers": state.producers.by_field(now),
+            "lost_producers": state.producers.lost_by_field(now),
             "clients": _clients(state),
             "storage_units": [msgspec.structs.asdict(unit) for unit in state.units.infos()],
             "lost_units": list(state.units.lost.values()),
@@ -259,6 +260,7 @@ def _partition_stats(state: PlaneState, partition: Partition, now: float) -> dic
             "settled": consumer.ledger.first_open(),
             "ended": None if end is None else end.reason,
             "dropped": 0 if end is None else end.dropped,
+            "asked_s_ago": None if consumer.asked_at is None else now - consumer.asked_at,
         }
     return {
         "samples": partition.num_live, "published": partition.num_published,

@@ -21,6 +21,7 @@ from transfer_queue.control.producers import Producers
 from transfer_queue.control.rows import IndexAllocator
 from transfer_queue.control.run_table import RunTable
 from transfer_queue.control.units import UnitTable
+from transfer_queue.diagnosis import is_internal
 from transfer_queue.errors import UnknownPartitionError
 from transfer_queue.protocol import Ended, Indexes, Reply
 from transfer_queue.sampler.base import BaseSampler
@@ -145,7 +146,8 @@ class PlaneState:
         """Raises UnknownPartitionError that names the existing ones."""
         partition = self.partitions.get(name)
         if partition is None:
-            known = ", ".join(map(repr, list(self.partitions)[:10])) or "none yet"
+            shown = [name for name in self.partitions if not is_internal(name)]
+            known = ", ".join(map(repr, shown[:10])) or "none yet"
             raise UnknownPartitionError(f"partition {name!r} not found; it was cleared or never used. Known: {known}.")
         return partition
 

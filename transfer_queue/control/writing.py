@@ -16,7 +16,7 @@ from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import Rows, RowState
 from transfer_queue.control.serving import describe
 from transfer_queue.control.state import SAVING, WRITERS, PlaneState
-from transfer_queue.diagnosis import keepers
+from transfer_queue.diagnosis import is_internal, keepers
 from transfer_queue.errors import CheckpointError, GroupStateError, InvalidRequestError, StorageFullError
 
 Writer = p.Reserve | p.Insert | p.ResolveKeys
@@ -252,7 +252,7 @@ def held_up_by(state: PlaneState) -> str:
                 task: (consumer.num_unconsumed, consumer.ledger.num_open_samples())
                 for task, consumer in partition.consumers.items()
             })
-            for partition in state.partitions.values()
+            for partition in state.partitions.values() if not is_internal(partition.name)
         )
     )  # fmt: skip
     return f"{text[0].upper()}{text[1:]}. " if text else ""

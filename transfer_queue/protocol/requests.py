@@ -345,6 +345,19 @@ class ExpectProducers(Request, frozen=True):
     """New producers are about to start. Until one of them comes and dies, no fetch fails for producers that died."""
 
 
+class NoteExit(Request, frozen=True):
+    """The process of a producer has ended, as the one who watches it says.
+
+    ``client``: what the names of its clients begin with, up to the last "_". ``planned``: its run is over, and has
+    ended it.
+    """
+
+    client: str
+    how: str
+    last_line: str = ""
+    planned: bool = False
+
+
 class GetStats(Request, frozen=True):
     """Statistics of everything, in pages of partitions in the order in which they were made.
 
@@ -476,7 +489,7 @@ AnyRequest = (
     Hello | Goodbye | CreatePartition | SealPartition | RegisterTask | Reserve | CheckFields | Publish | Insert | Fetch
     | Cancel | Ack | Describe | ConsumptionStatus | FieldStatus | ResetConsumption | SetTags | ClearSamples
     | ClearConsumed | ClearPartition | ListPartitions | ResolveKeys | Put | KeysOf | ListKeys | WatchKeys | WaitKeys
-    | ForgetTask | ExpectProducers | LeaseGroups | EndLease | RenewLeases | Advance | Trained | RetryGroups
+    | ForgetTask | ExpectProducers | NoteExit | LeaseGroups | EndLease | RenewLeases | Advance | Trained | RetryGroups
     | RejectGroups | GetStats | EvictClient | JoinUnit | ListLost | ListUnits | WatchRun | LeaveRun
     | Freeze | ReadFrozen | Thaw | Stage | RestorePart | Restore
 )  # fmt: skip

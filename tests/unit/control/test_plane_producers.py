@@ -95,6 +95,29 @@ def test_producers_that_died_dont_count_where_new_ones_are_expected(make_plane):
     refused(plane.expire(506.0)[0].reply, "ProducersGoneError", "field 'x'")
 
 
+def test_a_producer_that_said_goodbye_after_an_error_is_dead_once_its_exit_is_noted(make_plane):
+    """Python says goodbye at its end, whether the program failed or not."""
+    plane = grace(make_plane)
+    put(plane, 1, client="rollout-0_71.ab")
+    park(plane, 2, wait_s=600.0)
+    plane.client_gone("rollout-0_71.ab", now=1.0, died=False)
+    assert ask(plane, ACTOR, p.NoteExit, "rollout-0", "pid 71 ended with exit code 1", "ValueError: x", now=2.0).value
+    (told,) = plane.expire(50.0)
+    refused(told.reply, "ProducersGoneError", "(last client rollout-0_71.ab, pid 71 ended with exit code 1, which said")
+
+
+def test_a_planned_end_is_known_until_a_producer_of_that_name_comes_again(make_plane):
+    plane = grace(make_plane)
+    put(plane, 1, client="rollout-0_71.ab")
+    ask(plane, ACTOR, p.NoteExit, "rollout-0", "ended with its run", "", True)
+    plane.client_gone("rollout-0_71.ab", now=1.0)
+    assert ask(plane, ACTOR, p.GetStats, now=50.0).value["lost_producers"]["x"]["planned"]
+    put(plane, 1, client="rollout-0_72.cd", now=60.0)
+    plane.client_gone("rollout-0_72.cd", now=61.0)
+    lost = ask(plane, ACTOR, p.GetStats, now=90.0).value["lost_producers"]
+    assert lost == {"x": {"client": "rollout-0_72.cd"}}
+
+
 def test_one_living_producer_of_a_field_is_enough(make_plane):
     plane = grace(make_plane)
     put(plane, 1)

@@ -210,7 +210,7 @@ def test_statistics_tell_who_waits_and_what_each_task_has(make_plane):
     stats = ask(plane, CRITIC, p.GetStats, now=12.0).value
     task = {
         "ready": {"x": 2}, "consumed": 1, "done_total": 1, "in_flight": 1, "in_flight_samples": 1, "settled": 0,
-        "ended": None, "dropped": 0,
+        "ended": None, "dropped": 0, "asked_s_ago": 2.0,
     }  # fmt: skip
     assert stats["capacity"] == 4
     assert stats["partitions"] == {
@@ -291,6 +291,7 @@ def test_statistics_name_a_field_whose_producers_have_all_died(plane):
         p.GetStats(7),
         p.ForgetTask(7, "nobody"),
         p.ExpectProducers(7),
+        p.NoteExit(7, "rollout-0", "killed"),
         p.EvictClient(7, "nobody"),
         p.JoinUnit(7, "nowhere", "host", []),
         p.ListUnits(7),
