@@ -22,7 +22,8 @@ import transfer_queue as tq
 from tests.docs.test_code_blocks import ROOT, blocks
 from transfer_queue.errors import NotInitializedError
 
-PAGES = [ROOT / "docs" / "reference" / name for name in ("transfer_queue.md", "lightning_tq.md", "errors.md")]
+REFERENCE = ROOT / "docs" / "reference"
+PAGES = [*sorted(REFERENCE.glob("*/*.md")), REFERENCE / "errors.md"]
 _HEADING = re.compile(r"^#{2,} ", re.M)
 _PROGRAM = re.compile(r"^```python\n.*?^```$", re.M | re.S)
 _SHOWN = re.compile(r"^::: (?P<name>[\w.]+)\n(?P<options>(?: .*\n|\n(?= ))*)", re.M)
@@ -138,7 +139,8 @@ def namespace(name: Name, queue: None, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT)
     made: dict[str, Any] = {"__name__": "reference_page"}
-    for block in [block for block in blocks(name.page) if block.language == "python"][:1]:
+    first = name.page if name.page.parent == REFERENCE else name.page.parent / "index.md"
+    for block in [block for block in blocks(first) if block.language == "python"][:1]:
         exec(block.code, made)
     if "dm" in made:
         tags = [{"policy_version": 0}] * 16

@@ -13,6 +13,7 @@ import pytest
 
 import lightning_tq
 import transfer_queue
+from scripts.docs_links import repository
 from tests.own_processes import SLOW
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,9 +45,10 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
 
 
 def test_a_blocking_verb_is_shown_as_the_function_it_is(site: Path) -> None:
-    page = (site / "reference" / "transfer_queue" / "index.html").read_text()
-    for name in ("transfer_queue.interface.kv_put", "transfer_queue.client.TransferQueueClient.get_data"):
-        described = page[page.index(f'id="{name}"') :].split("<h4")[0].split("<h3")[0]
+    names = {"keys": "transfer_queue.interface.kv_put", "client": "transfer_queue.client.TransferQueueClient.get_data"}
+    for where, name in names.items():
+        page = (site / "reference" / "transfer_queue" / where / "index.html").read_text()
+        described = re.split("<h[23]", page[page.index(f'id="{name}"') :])[0]
         assert "Parameters:" in described, name
 
 
@@ -58,6 +60,35 @@ def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
         if 'rel="canonical"' not in match[0]
     }
     assert found == {}
+
+
+def test_a_long_signature_has_a_line_for_each_parameter(site: Path) -> None:
+    page = (site / "reference" / "lightning_tq" / "datamodule" / "index.html").read_text()
+    described = page[page.index('id="lightning_tq.datamodule.TQDataModule"') :].split("</pre>")[0]
+    signature = re.sub(r"<[^>]+>", "", described)
+    assert re.search(r"^ {4}keep_alive: bool = True,$", signature, re.M), signature
+    (extra,) = re.findall(r"^docs = (.*)$", (ROOT / "pyproject.toml").read_text(), re.M)
+    assert '"ruff' in extra, "it breaks the lines"
+
+
+def test_the_site_has_code_on_its_first_page_and_names_changelog_and_contributing(site: Path) -> None:
+    page = (site / "index.html").read_text()
+    assert "tq.init()" in re.sub(r"<[^>]+>", "", page)
+    for name in ("CHANGELOG", "CONTRIBUTING"):
+        assert f'href="repository/{name}/"' in page
+
+
+@pytest.mark.parametrize(
+    ("origin", "address"),
+    [
+        ("git@host.org:owner/name.git", "https://host.org/owner/name"),
+        ("https://host.org/owner/name/", "https://host.org/owner/name"),
+        ("/home/me/name", None),
+        ("", None),
+    ],
+)
+def test_the_site_links_the_repository_that_it_is_built_from(origin: str, address: str | None) -> None:
+    assert repository(origin) == address
 
 
 def constants() -> list[str]:

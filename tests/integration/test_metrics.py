@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from tensordict import TensorDict
 
 import transfer_queue as tq
@@ -30,6 +31,8 @@ pytest.importorskip("prometheus_client", reason="needs the extra 'metrics'")
 
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = json.loads((ROOT / "configs" / "grafana.json").read_text())
+ALERTS_FILE = ROOT / "configs" / "alerts.yaml"
+ALERTS = yaml.safe_load(ALERTS_FILE.read_text())
 DOCUMENT = (ROOT / "docs" / "metrics.md").read_text()
 RATE_WINDOW = "20s"
 
@@ -174,9 +177,51 @@ def test_the_dashboard_names_no_other_metric_than_these():
     assert {name for name in named if f"`{re.sub('_bucket$', '', name)}`" not in DOCUMENT} == set()
 
 
+def test_every_panel_can_be_limited_to_a_job_and_an_instance():
+    assert [each["name"] for each in DASHBOARD["templating"]["list"]] == ["datasource", "job", "instance"]
+    selected = re.compile(r'\{[^}]*job=~"\$job",instance=~"\$instance"[^}]*\}')
+    for target in (target for panel in DASHBOARD["panels"] for target in panel["targets"]):
+        assert len(selected.findall(target["expr"])) == len(re.findall(r"tq_\w+", target["expr"])), target
+
+
+def exported() -> dict[str, set[str]]:
+    """The names that Prometheus sees at a running queue, and the labels of each."""
+    with urllib.request.urlopen(f"http://{tq.get_metrics_endpoint()}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    names: dict[str, set[str]] = {name: set() for name in re.findall(r"^# TYPE (\w+) ", text, re.M)}
+    for name, labels in re.findall(r"^(\w+)\{(.*)\} ", text, re.M):
+        names.setdefault(name, set()).update(re.findall(r'(\w+)="', labels))
+    return names
+
+
+def test_the_alerts_name_metrics_and_labels_that_a_running_queue_exports():
+    rules = [rule for group in ALERTS["groups"] for rule in group["rules"]]
+    with running():
+        client = tq.get_client()
+        work(client)
+        client.put(rows(2), partition_id="run")
+        with starving(client, "run"):
+            assert until(lambda: client.get_stats()["waiting"])
+            names = exported()
+    for rule in rules:
+        used = re.findall(r"(tq_\w+)(?:\{([^}]*)\})?", rule["expr"])
+        assert rule["expr"].startswith("up ") or used
+        for name, matchers in used:
+            assert name in names, rule["alert"]
+            assert set(re.findall(r"(\w+)(?:=|!=|=~|!~)\"", matchers)) <= names[name], rule["alert"]
+        by = set(re.findall(r"\w+", " ".join(re.findall(r"by \(([^)]*)\)", rule["expr"]))))
+        assert by - {"job", "instance"} <= {label for name, _ in used for label in names[name]}, rule["alert"]
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool: apt-get install prometheus")
+def test_prometheus_accepts_the_alerts():
+    done = subprocess.run(["promtool", "check", "rules", ALERTS_FILE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def expressions() -> list[str]:
     return [
-        target["expr"].replace("$__rate_interval", RATE_WINDOW)
+        target["expr"].replace("$__rate_interval", RATE_WINDOW).replace("$job", ".*").replace("$instance", ".*")
         for panel in DASHBOARD["panels"]
         for target in panel["targets"]
     ]
