@@ -30,7 +30,7 @@ def _outside(source: str, path: str) -> str | None:
 
 def on_config(config: Any, **_: Any) -> Any:
     """The site links the repository that it is built from: the clone's origin."""
-    command = ["git", "-C", str(ROOT), "remote", "get-url", "origin"]
+    command = ["git", "-C", str(ROOT), "config", "--get", "remote.origin.url"]
     asked = subprocess.run(command, capture_output=True, text=True, check=False)
     address = repository(asked.stdout.strip())
     if address is not None and not config.repo_url:

@@ -76,7 +76,7 @@ def looked_at(name: str, url: str, directory: Path, look: Callable[[Page], Await
             await page.open(url)
             await page.shows("live,")
             await look(page)
-            for width, dark in ((1280, False), (1280, True), (390, False), (390, True)):
+            for width, dark in ((1280, False), (1280, True), (500, False), (390, True)):
                 await page.resize(width, 900, dark)
                 assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), width
                 if SCREENSHOTS:
@@ -116,7 +116,9 @@ def test_an_empty_queue(tmp_path):
 @needs_browser
 def test_a_busy_queue_is_followed_live(tmp_path):
     async def look(page: Page) -> None:
-        await page.shows("train", "learn", "rollout_task", "Staleness")
+        await page.shows("train", "learn", "rollout_task", "Staleness", "is the bottleneck.", "of the last")
+        assert await page.evaluate("document.title") == "a run · Queue"
+        assert await page.evaluate("document.querySelector('h1').textContent") == "a run"
         for chart in ("throughput", "waiting", "stale", "age", "memory"):
             assert await page.evaluate(f"document.querySelectorAll('#chart-{chart} path').length > 0"), chart
         consumed = r"document.body.innerText.match(/([\d,]+) consumed/)[1]"
@@ -133,7 +135,7 @@ def test_a_busy_queue_is_followed_live(tmp_path):
             client.get_data(client.get_meta(["x"], 4, "train", task_name="rollout_task"))
 
     stop = threading.Event()
-    with queue() as conf, page_of(conf.address) as url, ThreadPoolExecutor(1) as threads:
+    with queue() as conf, page_of(conf.address, "--name", "a run") as url, ThreadPoolExecutor(1) as threads:
         working = threads.submit(work, tq.get_client(), stop)
         try:
             looked_at("busy", url, tmp_path, look)
@@ -298,13 +300,86 @@ def put_and_die(address: str) -> None:
 @needs_browser
 def test_a_dead_producer_is_a_problem(tmp_path):
     async def look(page: Page) -> None:
-        await page.shows("Problem:", "all producers of 'x' have died, readers", "all gone")
+        how = f"pid {producer.pid} was killed, which said 'out of memory', readers of 'train' get an error"
+        await page.shows(
+            "Problem:", "All producers of 'x' have died, last client TransferQueueClient_", how, "all gone"
+        )
 
     with queue(controller={"producer_grace_s": 0.1}) as conf, page_of(conf.address) as url:
         producer = multiprocessing.get_context("spawn").Process(target=put_and_die, args=(conf.address,))
         producer.start()
         producer.join()
+        tq.get_client().note_exit("TransferQueueClient", f"pid {producer.pid} was killed", "out of memory")
         looked_at("dead", url, tmp_path, look)
+
+
+@pytest.mark.programs
+@needs_browser
+def test_a_full_queue_is_a_problem_that_names_the_tasks_that_do_not_read(tmp_path):
+    async def look(page: Page) -> None:
+        await page.shows("The queue is full", "1 put waits for room", "task 'learn' has not consumed 1,990 samples")
+        await page.shows("task 'learn' doesn't read, it asked last")
+
+    with queue(backend={"SimpleStorage": {"memory": "1MiB"}}) as conf, page_of(conf.address) as url:
+        client = tq.get_client()
+        client.put(rows(2000, "x"), partition_id="train")
+        client.get_meta(["x"], 10, "train", task_name="learn")
+        with ThreadPoolExecutor(1) as threads:
+            put = threads.submit(client.put, rows(3000, "x"), partition_id="train")
+            try:
+                looked_at("full", url, tmp_path, look)
+            finally:
+                client.clear_partition("train")
+                put.result()
+
+
+@pytest.mark.programs
+@needs_browser
+def test_groups_are_shown_with_their_leases_gates_and_slots(tmp_path):
+    async def look(page: Page) -> None:
+        await page.shows("Groups and leases", "8 groups added", "oldest lease: ", "group q/0", "gate std(reward) > 0")
+        await page.shows("4 of 4 slots in use")
+
+    with queue() as conf, page_of(conf.address) as url:
+        client = tq.get_client()
+        client.register_task("learn", sampler=tq.GroupSampler(groups=2, gate="std(reward) > 0", max_staleness=1))
+        client.advance("grpo", 0)
+        client.add_groups({"prompt": list(range(8))}, "grpo", tasks=["learn"], keys=[f"q/{n}" for n in range(8)])
+        leases = client.lease("grpo", 4)
+        looked_at("groups", url, tmp_path, look)
+        del leases
+
+
+@pytest.mark.programs
+@needs_browser
+def test_a_table_that_scrolls_says_so_where_it_is_too_wide(tmp_path):
+    async def look(page: Page) -> None:
+        hint = "getComputedStyle(document.querySelector('#units .scroll-hint')).display"
+        assert await page.evaluate(hint) == "none"
+        await page.resize(500, 900, dark=False)
+        await page.shows("There is more to the side")
+        assert await page.evaluate(hint) == "block"
+
+    with queue() as conf, page_of(conf.address) as url:
+        looked_at("narrow", url, tmp_path, look)
+
+
+@pytest.mark.programs
+@needs_browser
+def test_before_the_first_answer_there_is_a_skeleton_of_the_page(tmp_path):
+    shown = "[...document.querySelectorAll('#skeleton, #numbers')].map(part => part.checkVisibility())"
+
+    async def run(url: str) -> None:
+        async with chromium(tmp_path / "profile") as page:
+            await page.open((ROOT / "lightning_tq" / "dashboard" / "page.html").as_uri())  # nobody answers there
+            await page.shows("Pause")
+            assert await page.evaluate(shown) == [True, False]
+            await page.open(url)
+            await page.shows("live,", "unit0")
+            assert await page.evaluate(shown) == [False, True]
+
+    with queue() as conf, page_of(conf.address) as url:
+        asyncio.run(run(url))
 
 
 @pytest.mark.programs
