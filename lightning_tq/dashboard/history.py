@@ -72,7 +72,7 @@ class QueueHistory:
         before, self._smooth, self._smoothed_at = self._smooth, {}, now
         new = 1.0 - math.exp(-past_s / _SMOOTH_OVER_S)
         for name, partition in report["partitions"].items():
-            rates = [((name,), partition, "put_per_s")]
+            rates: list[tuple[tuple[str, ...], Numbers, str]] = [((name,), partition, "put_per_s")]
             rates += [((name, task), own, "consumed_per_s") for task, own in partition["tasks"].items()]
             for key, holder, rate in rates:
                 if holder[rate] is not None:
