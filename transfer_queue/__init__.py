@@ -86,6 +86,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps 
         BatchMeta as BatchMeta,
         KVBatchMeta as KVBatchMeta,
     )
+    from transfer_queue.storage.number_lists import ragged as ragged
     from transfer_queue.sampler import (
         BaseSampler as BaseSampler,
         GRPOGroupNSampler as GRPOGroupNSampler,
@@ -125,6 +126,7 @@ _MODULES = {
         "BaseSampler", "GRPOGroupNSampler", "GroupSampler", "RankAwareSampler", "SeqlenBalancedSampler",
         "SequentialSampler", "TokenBudgetSampler",
     ),
+    "transfer_queue.storage.number_lists": ("ragged",),
     "transfer_queue.dataloader": (
         "StreamingDataLoader", "StreamingDataset", "chunk_batch_fn", "default_fetch_batch_fn", "token_budget_batch_fn",
     ),

@@ -83,6 +83,35 @@ def test_ints_beyond_64_bits_are_objects(client, name):
     assert (list(data["x"]), data["y"].dtype, data["y"].tolist()) == ([2**70, -1], torch.int64, [1, 2])
 
 
+def test_lists_of_numbers_are_tensors_whatever_their_lengths_and_in_a_stack_they_are_objects(client, name):
+    lists = [[1, 2, 3], [], [4]]
+    meta = client.put(
+        {"ids": lists, "logprobs": [[0.5, 1], [], [2]], "even": [[1, 2]] * 3, "as_objects": NonTensorStack(*lists)},
+        partition_id=name,
+    )
+    data = client.get_data(meta)
+    assert {field: data[field].dtype for field in ("ids", "logprobs", "even")} == {
+        "ids": torch.int64, "logprobs": torch.float32, "even": torch.int64,
+    }  # fmt: skip
+    assert [row.tolist() for row in data["ids"].unbind()] == lists
+    assert [row.tolist() for row in data["logprobs"].unbind()] == [[0.5, 1.0], [], [2.0]]
+    assert list(data["as_objects"]) == lists
+    assert meta.field_schema["even"]["shape"] == (2,)
+
+
+@pytest.mark.parametrize("column", [[[1, None], [2, 3]], [[[1, 2], [3]], [[1], [2]]], [[1j], [1, 2]]], ids=str)
+def test_lists_of_other_values_are_objects(client, name, column):
+    assert list(client.get_data(client.put({"x": column}, partition_id=name))["x"]) == column
+
+
+def test_lists_become_what_a_field_is_declared_as_by_ragged(client, name):
+    client.create_partition(name, fields={"ids": ("int32", [None])})
+    with pytest.raises(tq.SchemaConflictError):
+        client.put({"ids": [[1, 2], [3]]}, partition_id=name)
+    meta = client.put({"ids": tq.ragged([[1, 2], [3]], torch.int32)}, partition_id=name)
+    assert client.get_data(meta)["ids"].values().tolist() == [1, 2, 3]
+
+
 def test_rows_of_different_rank_come_back_as_a_stack_of_tensors(client, name):
     parts = [torch.ones(2), torch.ones(2, 2)]
     back, _ = round_trip(client, name, NonTensorStack(*parts), 2)

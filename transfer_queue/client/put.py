@@ -24,6 +24,7 @@ from transfer_queue.errors import (
 from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.metadata.meta_rows import pick
 from transfer_queue.storage.base import InFront, StorageManager
+from transfer_queue.storage.number_lists import number_column
 from transfer_queue.storage.pack import named_columns, values_of
 from transfer_queue.storage.unpack import DataParser, parsed_rows
 from transfer_queue.transport.session import Session
@@ -190,7 +191,8 @@ class Puts(ClientBase):
 
         Args:
             data: ``{field: [N, ...]}``, or a TensorDict of batch size [N]: one row per sample. A column is a dense or
-                nested tensor, an array, or a list or tuple of plain objects.
+                nested tensor, an array, or a list or tuple. Lists of numbers in it become one tensor, as by
+                ``tq.ragged``; anything else is plain objects, and so are lists in a NonTensorStack.
             metadata: The samples to write to, which is then updated in place and returned. None: new samples.
                 Rows that only fill a padded batch are skipped.
             partition_id: Where new samples go. With ``metadata``, it must be the partition of these samples.
@@ -373,13 +375,22 @@ def _num_rows(name: str, column: Any) -> int:
 
 
 def _joined(columns: Mapping[str, Any], count: int) -> TensorDict:
+    known = {name: _of_numbers(name, column) for name, column in columns.items()}
     try:
-        return TensorDict(dict(columns), batch_size=[count])
-    except ValueError:  # a list has ints beyond 64 bits, so it stays a list of objects
+        return TensorDict(known, batch_size=[count])
+    except (ValueError, RuntimeError):  # lists of ints beyond 64 bits, or of numbers and None: they stay objects
         rows = TensorDict({}, batch_size=[count])
-        for name, column in columns.items():
+        for name, column in known.items():
             try:
                 rows.set(name, column)
-            except ValueError:
+            except (ValueError, RuntimeError):
+                if not isinstance(column, (list, tuple)):
+                    raise
                 rows.set(name, NonTensorStack(*column))
         return rows
+
+
+def _of_numbers(name: str, column: Any) -> Any:
+    """The column, as one tensor if it is lists of numbers."""
+    found = number_column(column, name) if isinstance(column, (list, tuple)) else None
+    return column if found is None else found
