@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast are puts of one 8 KiB sample by several processes, beside XADD of the same bytes to a Redis stream?
 
+They put plainly, and as rows of leased episodes, 100 to a lease.
+
 Both servers run on this machine. The same processes ask them over Unix sockets, by turns. All put into one partition,
 or add to one stream, and each waits for every answer. Figures are medians over the rounds. CPU times are user and
 system time of the server, and of all clients, divided by the puts. Ours includes what it spends on polling.
@@ -11,6 +13,7 @@ Redis needs ``apt-get install redis-server`` and ``pip install redis``. Without 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import shutil
@@ -36,7 +39,9 @@ PROCESSES, PUTS, ROUNDS = (1, 4, 8), 1000, 5
 WARMUP = 20
 NAME = "puts"
 """Of the partition, and of the stream."""
-OURS, REDIS = "ours", "redis"
+OURS, LEASED, REDIS = "ours", "leased", "redis"
+TURNS = 100
+"""Rows of an episode, whose lease a worker then gives back for the next one."""
 INSTALL = "not measured: apt-get install redis-server and pip install redis, then run this again."
 GOALS = {"server_cpu_ratio": "<= 4", "puts_per_s_ratio": ">= 0.5", "puts_per_s of 4 processes on 2 cores": ">= 4500"}
 
@@ -56,10 +61,15 @@ class Turn(NamedTuple):
 def worker(line: Connection, conf: Any, socket: str | None) -> None:
     """For each (system, puts) that the line says: warm up, say so, wait for the signal, put, and send the ``Turn``."""
     torch.set_num_threads(1)
-    puts = {OURS: put_of_ours(conf), REDIS: put_of_redis(socket)}
+    client, data = joined_client(conf), TensorDict({"x": torch.ones(1, FLOATS)}, batch_size=[1])
+    makers = {
+        OURS: lambda: lambda: client.put(data, partition_id=NAME),
+        LEASED: lambda: put_of_lease(client, data),
+        REDIS: lambda: put_of_redis(socket),
+    }
     while (order := line.recv()) is not None:
         system, count = order
-        put = puts[system]
+        put = makers[system]()
         for _ in range(WARMUP):
             put()
         line.send(None)
@@ -69,15 +79,29 @@ def worker(line: Connection, conf: Any, socket: str | None) -> None:
         line.send(Turn(latencies, time.process_time() - cpu_s, began, time.monotonic()))
 
 
-def put_of_ours(conf: Any) -> Callable[[], Any]:
-    client, data = joined_client(conf), TensorDict({"x": torch.ones(1, FLOATS)}, batch_size=[1])
-    return lambda: client.put(data, partition_id=NAME)
+def put_of_lease(client: Any, data: TensorDict) -> Callable[[], Any]:
+    """Rows of a leased episode. Every so many rows begin another one."""
+    turns = itertools.count()
+    lease: Any = None
+
+    def put() -> None:
+        nonlocal lease
+        if next(turns) % TURNS:
+            lease.put(data)
+            return
+        if lease is not None:
+            lease.close()
+        client.add_groups({"prompt": torch.zeros(1)}, NAME)
+        (lease,) = client.lease(NAME)
+        lease.put(data)
+
+    return put
 
 
 def put_of_redis(socket: str | None) -> Callable[[], Any]:
-    if socket is None:
-        return lambda: None
     import redis
+
+    assert socket is not None
 
     stream, values = redis.Redis(unix_socket_path=socket), torch.ones(1, FLOATS).numpy()
     return lambda: stream.xadd(NAME, {"x": values.tobytes()})
@@ -86,7 +110,8 @@ def put_of_redis(socket: str | None) -> Callable[[], Any]:
 @contextlib.contextmanager
 def workers(count: int, conf: Any, socket: str | None) -> Iterator[list[Connection]]:
     """So many processes, by their lines. They live as long as the benchmark; in a turn some of them put."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "tensordict", "transfer_queue.client"])  # imported once for all
     lines, processes = [], []
     for _ in range(count):
         line, other = context.Pipe()
@@ -183,10 +208,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     counts, puts, rounds = ((1,), 20, 1) if args.quick else (args.processes, args.puts, args.rounds)
     conf = tq.init()
     client = tq.get_client()
-    found: dict[str, dict[int, list[dict[str, float]]]] = {OURS: defaultdict(list), REDIS: defaultdict(list)}
+    found: dict[str, dict[int, list[dict[str, float]]]] = {
+        system: defaultdict(list) for system in (OURS, LEASED, REDIS)
+    }
     load = os.getloadavg()[0]
     with redis_server() as other, workers(max(counts), conf, other and other[0]) as lines:
-        servers = {OURS: conf.controller.zmq_info.pid}
+        servers = dict.fromkeys((OURS, LEASED), conf.controller.zmq_info.pid)
         if other is not None:
             servers[REDIS] = other[1]
         for number in range(rounds):
@@ -196,11 +223,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                     client.clear_partition(NAME)
                     if other is not None:
                         clear_redis(other[0])
-    ours, redis = ({count: medians(turns) for count, turns in found[system].items()} for system in (OURS, REDIS))
+    ours, leased, redis = ({count: medians(turns) for count, turns in own.items()} for own in found.values())
     report(
         "puts of 8 KiB beside Redis",
         processes=[*counts], puts_of_each=puts, rounds=rounds, cores=os.cpu_count(), load=load,
-        ours=ours, redis=redis or INSTALL,
+        ours=ours, leased=leased, redis=redis or INSTALL,
         ratios={count: ratios(ours[count], redis[count]) for count in redis},
         goals=GOALS,
     )  # fmt: skip

@@ -45,7 +45,7 @@ PROMISED = {
     "scale": {"small", "batch", "rounds", "ranks", "sessions"},
     "sessions": {"2_sessions", "20_ranks", "operations_ratio", "steps", "batch"},
     "small_ops": {"put_p50_ms", "fetch_and_get_p50_ms", "operations_per_s"},
-    "small_puts": {"processes", "puts_of_each", "ours", "redis", "ratios", "goals"},
+    "small_puts": {"processes", "puts_of_each", "ours", "leased", "redis", "ratios", "goals"},
     "startup": {"import_s", "init_s", "import_to_first_put_s", "servers_pss_mib", "largest_server_rss_mib"},
     "steps": {"repeats", "1 KiB", "jagged 4 MiB", "RL batch 56 MiB", "batch of a stream, 1.75 MiB"},
     "stream_latency": {"puts", "batch_size", "workers_0"},
