@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many sessions on one server: small puts and gets of 256 against 4, and a step of 1 000 ranks beside a bystander."""
+"""Many sessions on one server: small puts and gets of 256 against 4, and a step of 1 000 ranks beside a bystander.
+
+``waited_for_a_core``: the share of the slowest hundredth of the calls' time in which their threads could have run,
+but had no core; and the same for the server, of all its time. Linux counts it (/proc/PID/schedstat).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import multiprocessing
+import os
 import resource
 import statistics
 import threading
@@ -42,26 +47,38 @@ def percentile(values: list[float], percent: int) -> float:
 # ---- puts and gets of many sessions ----
 
 
+def waited_ms(schedstat: int) -> float:
+    """How long a thread or process has waited for a core since its start."""
+    return int(os.pread(schedstat, 100, 0).split()[1]) / 1e6
+
+
 def put_and_get(
-    conf: Any, number: int, barrier: Barrier, seconds: float, took_ms: list[float], cpu_s: list[float]
+    conf: Any, number: int, barrier: Barrier, seconds: float, took_ms: list[tuple[float, float]], cpu_s: list[float]
 ) -> None:
-    """One session in one thread: the milliseconds of each of its puts, and of each fetch with get; its CPU seconds."""
+    """One session in one thread: for each of its puts, and each fetch with get, the milliseconds and how many of them
+    it waited for a core; its CPU seconds."""
     client, data, partition = joined_client(conf), one_sample(), f"small-{number}"
     client.put(data, partition_id=partition)
     get_one(client, partition)
     barrier.wait(DEADLINE_S)
+    own = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+
+    def timed(act: Callable[[], object]) -> None:
+        began, before = time.perf_counter(), waited_ms(own)
+        act()
+        took_ms.append(((time.perf_counter() - began) * 1e3, waited_ms(own) - before))
+
     ends, cpu = time.perf_counter() + seconds, time.thread_time()
-    while (began := time.perf_counter()) < ends:
-        client.put(data, partition_id=partition)
-        between = time.perf_counter()
-        get_one(client, partition)
-        took_ms += [(between - began) * 1e3, (time.perf_counter() - between) * 1e3]
+    while time.perf_counter() < ends:
+        timed(lambda: client.put(data, partition_id=partition))
+        timed(lambda: get_one(client, partition))
     cpu_s.append(time.thread_time() - cpu)
+    os.close(own)
     client.close()
 
 
 def one_process(conf: Any, first: int, threads: int, barrier: Barrier, seconds: float, line: Connection) -> None:
-    took_ms: list[list[float]] = [[] for _ in range(threads)]
+    took_ms: list[list[tuple[float, float]]] = [[] for _ in range(threads)]
     cpu_s: list[float] = []
     running = [
         threading.Thread(target=put_and_get, args=(conf, first + n, barrier, seconds, took_ms[n], cpu_s))
@@ -69,6 +86,8 @@ def one_process(conf: Any, first: int, threads: int, barrier: Barrier, seconds: 
     ]
     for thread in running:
         thread.start()
+    barrier.wait(DEADLINE_S)
+    line.send("ready")
     for thread in running:
         thread.join()
     line.send((list(itertools.chain(*took_ms)), sum(cpu_s)))
@@ -78,9 +97,9 @@ def crowd(conf: Any, processes: int, threads: int, seconds: float) -> dict[str, 
     """Puts and gets per second of so many sessions, each in a partition of its own."""
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")  # this process is fresh, and 64 imports of torch take minutes
-    barrier = context.Barrier(processes * threads)
+    barrier = context.Barrier(processes * (threads + 1))
     lines, running, server = [], [], psutil.Process(conf.controller.zmq_info.pid)
-    cpu_s = sum(server.cpu_times()[:2])
+    waiting = os.open(f"/proc/{server.pid}/schedstat", os.O_RDONLY)
     for number in range(processes):
         line, other = context.Pipe(duplex=False)
         args = (conf, number * threads, threads, barrier, seconds, other)
@@ -88,12 +107,18 @@ def crowd(conf: Any, processes: int, threads: int, seconds: float) -> dict[str, 
         running[-1].start()
         lines.append(line)
     try:
+        for line in lines:
+            received(line)  # it is ready
+        cpu_s, server_waited_ms, began = sum(server.cpu_times()[:2]), waited_ms(waiting), time.perf_counter()
         told = [received(line) for line in lines]
     finally:
         for process in running:
             end(process)
-    cpu_s = sum(server.cpu_times()[:2]) - cpu_s
-    took_ms = list(itertools.chain(*(took for took, _ in told)))
+    cpu_s, server_s = sum(server.cpu_times()[:2]) - cpu_s, time.perf_counter() - began
+    server_waited_ms = waited_ms(waiting) - server_waited_ms
+    os.close(waiting)
+    calls = sorted(itertools.chain(*(took for took, _ in told)))
+    took_ms, slowest = [took for took, _ in calls], calls[len(calls) * 99 // 100 :]
     return {
         "operations_per_s": len(took_ms) / seconds,
         "server_cpu_us_per_operation": cpu_s / len(took_ms) * 1e6,
@@ -101,6 +126,8 @@ def crowd(conf: Any, processes: int, threads: int, seconds: float) -> dict[str, 
         "p50_ms": statistics.median(took_ms),
         "p99_ms": percentile(took_ms, 99),
         "longest_ms": max(took_ms),
+        "slowest_waited_for_a_core": sum(waited for _, waited in slowest) / sum(took for took, _ in slowest),
+        "server_waited_for_a_core": server_waited_ms / 1e3 / server_s,
     }
 
 
@@ -215,10 +242,14 @@ async def _many_ranks(server: psutil.Process, address: str, ranks: int, steps: i
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = arguments(__doc__).parse_args(argv)
+    parser = arguments(__doc__)
+    parser.add_argument("--processes", type=int, help="of the crowd, four sessions each; 64 are 256 sessions")
+    args = parser.parse_args(argv)
     crowds, seconds, ranks, steps = CROWDS, SECONDS, RANKS, STEPS
     if args.quick:
         crowds, seconds, ranks, steps = {"2_sessions": (1, 2)}, 0.2, 20, 2
+    if args.processes is not None:
+        crowds = {"4_sessions": (4, 1), f"{args.processes * THREADS}_sessions": (args.processes, THREADS)}
     figures: dict[str, Any] = {}
     conf = tq.init()
     for name, (processes, threads) in crowds.items():

@@ -2,8 +2,11 @@
 """Values between two hosts against a raw TCP stream of the same bytes, in network namespaces of this machine.
 
 An RL batch (1 024 samples, 5 fields, 56 MiB) is put from one host into the memory of the other, and got back from
-there. Needs the privilege to make network namespaces, and iproute2. ``--peer`` measures the released TransferQueue in
-the same way: a Ray cluster of both hosts, with its storage units on the first (see benchmarks.versus.environment).
+there. A stream of these bytes through one ZMQ socket, with the same encryption and nothing of ours, shows how much
+of the time is ZMQ's. ``cpu`` figures are milliseconds of the client's process alone.
+
+Needs the privilege to make network namespaces, and iproute2. ``--peer`` measures the released TransferQueue in the same
+way: a Ray cluster of both hosts, with its storage units on the first (see benchmarks.versus.environment).
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,8 @@ from benchmarks.hosts import ROOT, Host, missing_privilege, said, two_hosts
 from benchmarks.versus import environment
 
 _RAW_CHUNK = 1 << 20
+_ZMQ_PART = 1 << 18
+"""As long as a part of a large message of ours."""
 _RAY_PORT = 6399
 _VALUES_HERE = "values_here"  # Ray's resource of the host that holds the peer's values
 
@@ -40,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if options.role == "raw":
         receive_raw(options.nbytes)
+    elif options.role == "zmq":
+        receive_by_zmq(options.nbytes)
     elif options.role == "client":
         tq.init()
         print(json.dumps(measure(options.quick)), flush=True)
@@ -59,6 +66,8 @@ def between_hosts(quick: bool, options: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory, two_hosts(Path(directory)) as (a, b):
         server = a.serve(None, "2GiB", *options)
         start_raw_receiver(a, quick)
+        zmq = a.join(server.remote, "-m", "benchmarks.two_hosts", "--role", "zmq", "--nbytes", str(_nbytes(quick)))
+        os.environ["TQ_ZMQ"] = f"tcp://{a.address}:{said(zmq)}"
         client = b.join(server.remote, "-m", "benchmarks.two_hosts", "--role", "client", *_quick(quick))
         measured: dict[str, Any] = json.loads(said(client))
         return measured
@@ -111,8 +120,8 @@ def measured_on_ray(quick: bool) -> dict[str, Any]:
 
 def start_raw_receiver(host: Host, quick: bool) -> None:
     """Start a program that streams plain bytes; clients find its address in their environment."""
-    nbytes = str(cases.nbytes(cases.rl_batch(_rows(quick))))
-    raw = host.start(sys.executable, "-m", "benchmarks.two_hosts", "--role", "raw", "--nbytes", nbytes)
+    command = ["-m", "benchmarks.two_hosts", "--role", "raw", "--nbytes", str(_nbytes(quick))]
+    raw = host.start(sys.executable, *command)
     os.environ["TQ_RAW"] = f"{host.address}:{said(raw)}"
 
 
@@ -122,6 +131,10 @@ def _quick(quick: bool) -> list[str]:
 
 def _rows(quick: bool) -> int:
     return 64 if quick else 1024
+
+
+def _nbytes(quick: bool) -> int:
+    return cases.nbytes(cases.rl_batch(_rows(quick)))
 
 
 def receive_raw(nbytes: int) -> None:
@@ -147,37 +160,94 @@ def take(connection: socket.socket, into: bytearray) -> bool:
     return True
 
 
+def receive_by_zmq(nbytes: int) -> None:
+    """``receive_raw`` through one ZMQ socket, encrypted where there are keys."""
+    from transfer_queue.transport.tcp_wire import read_keys  # the peer has no such module
+
+    pair = zmq_pair()
+    if (path := os.environ.get("TQ_KEY_FILE")) is not None:
+        keys = read_keys(path)
+        pair.curve_server = True
+        pair.curve_publickey, pair.curve_secretkey = keys.public.encode(), keys.secret.encode()
+    print(pair.bind_to_random_port("tcp://0.0.0.0"), flush=True)
+    data = bytearray(nbytes)
+    while True:
+        take_by_zmq(pair, nbytes)
+        pair.send(b"x")
+        pair.recv()
+        send_by_zmq(pair, data)
+
+
+def zmq_pair() -> Any:
+    import zmq
+
+    pair: Any = zmq.Context.instance().socket(zmq.PAIR)
+    pair.set_hwm(0)
+    return pair
+
+
+def joined_pair() -> Any:
+    import zmq
+
+    from transfer_queue.transport.tcp_wire import read_public_key
+
+    pair = zmq_pair()
+    if (path := os.environ.get("TQ_KEY_FILE")) is not None:
+        pair.curve_publickey, pair.curve_secretkey = zmq.curve_keypair()
+        pair.curve_serverkey = read_public_key(path).encode()
+    pair.connect(os.environ["TQ_ZMQ"])
+    return pair
+
+
+def send_by_zmq(pair: Any, data: bytearray) -> None:
+    view = memoryview(data)
+    for begin in range(0, len(view), _ZMQ_PART):
+        pair.send(view[begin : begin + _ZMQ_PART], copy=False)
+
+
+def take_by_zmq(pair: Any, nbytes: int) -> None:
+    while nbytes > 0:
+        nbytes -= len(pair.recv(copy=False).buffer)
+
+
 def measure(quick: bool) -> dict[str, Any]:
-    """Milliseconds of a put, a get and a raw stream each way, by turns."""
+    """Milliseconds of a put, a get, and streams each way by a plain socket and by ZMQ, by turns."""
     client = tq.get_client()
     batch = cases.rl_batch(_rows(quick))
     nbytes = cases.nbytes(batch)
     host, _, port = os.environ["TQ_RAW"].rpartition(":")
     connection = socket.create_connection((host, int(port)))
     data = bytearray(nbytes)
-    times: dict[str, list[float]] = {"put": [], "get": [], "raw there": [], "raw back": []}
+    pair = joined_pair() if "TQ_ZMQ" in os.environ else None
+    times: dict[str, list[float]] = {}
+    cpu: dict[str, list[float]] = {}
+
+    def timed(name: str, act: Callable[[], Any]) -> Any:
+        started, before = time.perf_counter(), time.process_time()
+        found = act()
+        times.setdefault(name, []).append(time.perf_counter() - started)
+        cpu.setdefault(name, []).append(time.process_time() - before)
+        return found
+
     for number in range(3 if quick else 9):
-        started = time.perf_counter()
-        connection.sendall(data)
-        take(connection, bytearray(1))
-        times["raw there"].append(time.perf_counter() - started)
-        started = time.perf_counter()
-        connection.sendall(b"x")
-        take(connection, data)
-        times["raw back"].append(time.perf_counter() - started)
-        started = time.perf_counter()
-        meta = client.put(batch, partition_id=f"p{number}")
-        times["put"].append(time.perf_counter() - started)
-        started = time.perf_counter()
-        cases.touch(client.get_data(meta))
-        times["get"].append(time.perf_counter() - started)
+        timed("raw there", lambda: (connection.sendall(data), take(connection, bytearray(1))))
+        timed("raw back", lambda: (connection.sendall(b"x"), take(connection, data)))
+        if pair is not None:
+            timed("zmq there", lambda: (send_by_zmq(pair, data), pair.recv()))
+            timed("zmq back", lambda: (pair.send(b"x"), take_by_zmq(pair, nbytes)))
+        meta = timed("put", lambda number=number: client.put(batch, partition_id=f"p{number}"))
+        timed("get", lambda meta=meta: cases.touch(client.get_data(meta)))
         client.clear_partition(f"p{number}")
-    medians = {name: statistics.median(own[1:]) * 1e3 for name, own in times.items()}
+    medians, of_cpu = ({name: statistics.median(own[1:]) * 1e3 for name, own in all_.items()} for all_ in (times, cpu))
     return {
         "MiB": round(nbytes / 2**20, 1),
         **{f"{name}_ms": round(value, 1) for name, value in medians.items()},
-        "put / raw": round(medians["put"] / medians["raw there"], 2),
-        "get / raw": round(medians["get"] / medians["raw back"], 2),
+        **{f"{name}_cpu_ms": round(value, 1) for name, value in of_cpu.items()},
+        **{
+            f"{name} / raw": round(medians[name] / medians[f"raw {way}"], 2)
+            for name, way in (("put", "there"), ("get", "back"), ("zmq there", "there"), ("zmq back", "back"))
+            if name in medians
+        },
     }
 
 

@@ -20,7 +20,7 @@ from benchmarks.versus.plot import draw
 from benchmarks.versus.table import markdown
 from tests.own_processes import own_processes
 
-FRESH_PROCESSES = {"alternatives", "startup"}
+FRESH_PROCESSES = {"alternatives", "startup", "workloads"}
 """Benchmarks that measure interpreters which they start anew: half a minute each."""
 PROMISED = {
     "alternatives": {"batches", "rows_per_batch", "batch_mib", "ahead", "cores", "load", "channels"},
@@ -51,6 +51,7 @@ PROMISED = {
     "stream_latency": {"puts", "batch_size", "workers_0"},
     "two_hosts": {"curve", "no_encryption"},
     "verl_sampler": {"samplers"},
+    "workloads": {"scale", "rounds", "lists", "maths", "images", "agents", "sources", "capture"},
 }
 PLAUSIBLE = {
     "control_rate": {

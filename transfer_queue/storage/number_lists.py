@@ -24,6 +24,7 @@ _FORMATS = {
 }  # fmt: skip
 _VIA = {torch.bool: torch.uint8, torch.bfloat16: torch.float32}
 """Dtypes that ``struct`` does not write as they are."""
+_NUMBERS = frozenset((bool, int, float))
 _EXACT = 1 << 24
 """Up to here, float32 has every whole number."""
 
@@ -75,26 +76,25 @@ def _of_default(lists: Rows, what: str) -> torch.Tensor | None:
     typed = _typed(lists)
     if typed is not None:
         return torch.from_numpy(typed)
-    if _are_bools(lists):
+    firsts = [type(row[0]) for row in lists if len(row)]
+    if not _NUMBERS.issuperset(firsts):
+        return None
+    if firsts[:1] == [bool] and all(type(number) is bool for row in lists for number in row):
         return torch.from_numpy(_packed(lists, "?", np.dtype(bool)))
     try:
         # It takes whatever is an index, so bools among ints too, and no float: nothing is cut off.
         return torch.from_numpy(_packed(lists, "q", np.dtype(np.int64)))
-    except _PackError:
-        return _of_floats(lists, what)
+    except _PackError as error:
+        return _of_floats(lists, what) if float in map(type, lists[error.row]) else None
 
 
 def _of_floats(lists: Rows, what: str) -> torch.Tensor | None:
     try:
-        kinds = set(map(type, map(sum, lists)))  # the fastest way to see the types of many numbers
-    except (TypeError, OverflowError):
-        return None
-    if float not in kinds or not kinds <= {int, float}:
-        return None
-    try:
         flat = _packed(lists, "f", np.dtype(np.float32))
     except _PackError as error:
-        raise _lost(what, error.row, error.text) from None
+        if error.is_too_large:
+            raise _lost(what, error.row, error.text) from None
+        return None
     _check_whole_numbers(flat, lists, what)
     return torch.from_numpy(flat)
 
@@ -115,9 +115,9 @@ def _of_dtype(lists: Rows, dtype: torch.dtype) -> torch.Tensor:
 
 
 class _PackError(Exception):
-    def __init__(self, row: int, text: str) -> None:
-        super().__init__(row, text)
-        self.row, self.text = row, text
+    def __init__(self, row: int, error: Exception) -> None:
+        super().__init__(row, error)
+        self.row, self.text, self.is_too_large = row, str(error), isinstance(error, OverflowError)
 
 
 def _packed(lists: Rows, code: str, dtype: np.dtype[Any]) -> Flat:
@@ -131,7 +131,7 @@ def _packed(lists: Rows, code: str, dtype: np.dtype[Any]) -> Flat:
         try:
             struct.pack_into(f"{order}{len(numbers)}{code}", out, begin, *numbers)
         except (struct.error, OverflowError, TypeError, ValueError, RuntimeError) as error:
-            raise _PackError(row, str(error)) from None
+            raise _PackError(row, error) from None
         begin += len(numbers) * size
     return flat
 
@@ -144,11 +144,6 @@ def _typed(lists: Rows) -> Flat | None:
     if len({(row.dtype, row.ndim) for row in rows}) > 1 or rows[0].ndim != 1 or rows[0].dtype.kind not in "biuf":
         return None
     return np.concatenate(rows)
-
-
-def _are_bools(lists: Rows) -> bool:
-    first = next((row[0] for row in lists if len(row)), None)
-    return type(first) is bool and all(type(number) is bool for row in lists for number in row)
 
 
 def _check_whole_numbers(flat: Flat, lists: Rows, what: str) -> None:
