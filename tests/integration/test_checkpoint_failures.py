@@ -79,6 +79,15 @@ def test_a_save_that_runs_out_of_room_leaves_nothing_and_the_earlier_checkpoint(
     assert values(filled, fetch(filled, 2, 0)) == [0, 1]
 
 
+def test_a_save_that_runs_out_of_room_closes_all_its_files(filled, tmp_path):
+    columns = {name: torch.zeros(8, 100) for name in ("a", "b", "c")}  # they fit the buffers of their files
+    filled.put(columns, partition_id="q")
+    with files_of_at_most(3000), pytest.raises(tq.CheckpointError) as error:
+        tq.save_checkpoint(tmp_path / "c")
+    opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    assert [path for path in opened if path.startswith(str(tmp_path))] == [], error.value
+
+
 def test_a_save_into_a_place_that_cannot_be_is_refused(filled, tmp_path):
     (tmp_path / "file").write_text("mine")
     for place in (tmp_path / "file", tmp_path / "file" / "c"):

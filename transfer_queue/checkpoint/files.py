@@ -111,8 +111,8 @@ class GrowingFile:
         return DataFile(self._path.name, self._header_nbytes + self._nbytes, self._crc)
 
     def discard(self) -> None:
-        """Close the file of an aborted checkpoint."""
-        self._file.close()
+        """Close the file, of an aborted checkpoint too: what is not on the disk by now may have no room there."""
+        self._file.raw.close()
 
 
 class GrowingArray(GrowingFile):
@@ -135,15 +135,21 @@ class GrowingArray(GrowingFile):
 def write_array(path: Path, array: NDArray[Any]) -> DataFile:
     """Write a whole array."""
     file = GrowingArray(path, array.dtype, array.shape[1:])
-    file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-    return file.finish(len(array))
+    try:
+        file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        return file.finish(len(array))
+    finally:
+        file.discard()
 
 
 def write_bytes(path: Path, data: bytes) -> DataFile:
     """Write a whole file."""
     file = GrowingFile(path)
-    file.write(data)
-    return file.close()
+    try:
+        file.write(data)
+        return file.close()
+    finally:
+        file.discard()
 
 
 def plain(name: str) -> str:
