@@ -166,6 +166,25 @@ def test_calls_under_way_at_a_unit_that_is_killed_name_what_was_lost_and_puts_go
     assert (len(lost), client.get_lost_samples("p")) == (6, {})
 
 
+def test_what_a_lease_gives_of_a_group_whose_values_were_lost_is_an_error_until_they_are_put_again(start):
+    start({"server_processes": "each", "backend": {"SimpleStorage": {"num_data_storage_units": 2}}})
+    client = tq.get_client()
+    rows = {"number": torch.arange(1), "text": ["a"]}
+    heads = client.add_groups(rows, "p")
+    (at,) = [each["unit"] for each in client.get_storage_stats() if each["samples"]]
+    (first,) = client.lease("p")
+    first.put({"answer": torch.tensor([5])})
+    first.release("for another")
+    (name,) = [name for name in client.get_stats()["clients"] if name.startswith(f"unit {at}")]
+    client.evict_client(name, unit=True)
+    for _ in range(2):  # the lease that failed was given back
+        with pytest.raises(UnitLostError, match="field 'number' of 1 samples"):
+            client.lease("p", keep="all")
+    client.put(rows, metadata=heads)
+    (second,) = client.lease("p", keep="all")
+    assert (second.head["number"].tolist(), second.attempt) == ([0], 2)
+
+
 def test_a_storage_unit_is_evicted_only_if_the_call_says_that_it_is_one(start):
     start({"server_processes": "each", "backend": {"SimpleStorage": {"num_data_storage_units": 2}}})
     client = tq.get_client()

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from calls import before
+from clients import connect
 
 import transfer_queue as tq
 from tests.own_processes import SLOW
@@ -197,6 +199,38 @@ def test_a_lease_that_is_of_no_use_any_more_is_aborted(client, name):
         time.sleep(0.01)
     with pytest.raises(LeaseLostError, match="stale"):
         lease.close(answers(1))
+
+
+def test_a_worker_that_stood_still_until_its_group_was_gone_gets_other_work(client, queue, name):
+    client.add_groups(heads(2), name, keys=["gone", "there"])
+    other, gone = connect("other", queue), client.kv_retrieve_meta("gone", name)
+    with before(client, "Read", lambda: other.clear_samples(gone)):  # as if it had been trained meanwhile
+        (lease,) = client.lease(name)
+    assert (lease.key, lease.attempt) == ("there", 1)
+    other.close()
+
+
+def test_a_batch_that_comes_again_lacks_the_rows_of_groups_that_have_left(client, name, actor):
+    client.add_groups(heads(2), name, tasks=[actor])
+    one, other = client.lease(name, 2)
+    one.put(answers(1, 2))
+    other.put(answers(3, 4))
+    position = {"dp_rank": 0, "batch_index": 0}
+    rewards = {"partition_id": name, "task_name": f"reward-{name}", "sampling_config": position}
+    assert client.get_meta(["answer"], 4, **rewards).size == 4
+    one.reject("of no use")
+    again = client.get_meta(["answer"], 4, **rewards)  # by a reward process that comes back
+    assert client.get_data(again)["answer"].tolist() == [3, 4]
+    assert client.ack(again, f"reward-{name}") == 1
+
+    client.add_groups(heads(1, 2), name, tasks=[actor])
+    other.close(answers(5))
+    client.lease(name)[0].close(answers(6))
+    drawing = {"partition_id": name, "task_name": actor, "sampling_config": position}
+    drawn = client.get_meta(["answer"], **drawing)
+    client.reject(drawn.select_samples([0]), "of no use")
+    again = client.get_meta(["answer"], **drawing)  # by a trainer that was killed before its ack
+    assert (client.get_data(again)["answer"].tolist(), again.group_index) == ([6], [0])
 
 
 # ---- bad input: typed errors at once, and the others go on ----

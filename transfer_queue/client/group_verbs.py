@@ -18,7 +18,7 @@ from transfer_queue.client.base import ClientBase, check_meta, checked_wait, par
 from transfer_queue.client.get import Gets
 from transfer_queue.client.lease import Lease, LeaseStream, Renewals, Rows
 from transfer_queue.client.put import Puts, as_tensordict, rows_at
-from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError, InvalidRequestError
+from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError, InvalidRequestError, SampleClearedError
 from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.utils.logging_utils import get_logger
 
@@ -179,6 +179,10 @@ class GroupVerbs(Gets, Puts, ClientBase):
             left = _SLICE_S if limit is None else max(0.0, began + limit - time.monotonic())
             try:
                 return await self._leased(msgspec.structs.replace(request, wait_s=min(left, _SLICE_S)))
+            except SampleClearedError:
+                # This process stood still between the answer and the reading of a head. The lease was lost meanwhile,
+                # and its group has been trained: there may be other work.
+                continue
             except BatchTimeoutError as error:
                 if limit is not None and time.monotonic() - began >= limit:
                     raise

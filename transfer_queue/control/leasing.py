@@ -101,7 +101,8 @@ class _Grants:
         for name, heads in by_partition.items():
             partition, indexes = self._state.get(name), np.array(heads, dtype=np.int64)
             rows = partition.rows_of(indexes)
-            found.append(describe(self._request.id, partition, indexes, partition.schema.fields_of(rows), rows))
+            fields = [*partition.schema.fields_of(rows), *partition.lost_of(indexes)]  # so reading it names the loss
+            found.append(describe(self._request.id, partition, indexes, fields, rows))
         return found
 
     @property

@@ -194,6 +194,10 @@ class Partition:
                 del self._lost[name]
         return dict(self._lost)
 
+    def lost_of(self, indexes: Indexes) -> list[str]:
+        """The fields that one of these samples lost with a storage unit."""
+        return [name for name, lost in self.lost().items() if np.isin(indexes, lost).any()]
+
     def _check_published(self, rows: Rows) -> None:
         state = self.table.column("state")[rows]
         if self.num_free and (state == RowState.FREE).any():

@@ -39,7 +39,7 @@ def describe(state: PlaneState, call: Call, request: p.Describe) -> p.Reply:
         indexes = p.unpack_indexes(request.indexes)
         rows = partition.rows_of(indexes)
         if fields is None:
-            fields = partition.schema.fields_of(rows) if len(rows) else []
+            fields = [*partition.schema.fields_of(rows), *partition.lost_of(indexes)] if len(rows) else []
     batch = describe_samples(request.id, partition, indexes, fields, rows)
     return msgspec.structs.replace(batch, more=True) if more else batch
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -143,6 +144,18 @@ class Arriving(Reading):
     """Its values came with it: it has been read once it was received."""
 
     __slots__ = ()
+
+
+class _Left(NamedTuple):
+    """What is left of a batch. ``found``: which of its samples that are; None: all."""
+
+    indexes: Indexes
+    rows: Rows
+    found: npt.NDArray[np.bool_] | None = None
+
+    def of(self, by_sample: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        """That of them alone."""
+        return by_sample if self.found is None else by_sample[self.found]
 
 
 class ServedFetch:
@@ -312,7 +325,7 @@ class ServedFetch:
         reply: Batch | None = None
         for entry, share in zip(entries, shares, strict=True):
             if entry.key[0] == self._rank:
-                reply = self._entry_batch(entry, share.rows)
+                reply = self._entry_batch(entry, _Left(entry.indexes, share.rows))
         # None: a tail that did not reach this rank.
         end = self.consumer.end_of(self._fetch.where) or StreamEnd("consumed", 0)
         return reply or Ended(self._fetch.id, end.reason, end.dropped)
@@ -361,14 +374,24 @@ class ServedFetch:
         """None while its samples lack fields, because the fetch that drew it asked for others."""
         if self._fetch.skip:
             return self._rest(entry, self._fetch.skip)
-        rows = self.partition.rows_of(entry.indexes)
-        if not self._has_fields(rows):
+        left = self._left_of(entry.indexes)
+        if not self._has_fields(left.rows):
             return None
-        consumed = rows if entry.consumes is entry.indexes else self.partition.rows_of(entry.consumes)
+        consumed = left.rows if entry.consumes is entry.indexes else self._left_of(entry.consumes).rows
         if not all_of(self.consumer.consumed[consumed]):  # a replay after a reset of consumption
             self.consumer.give(consumed, entry.number)
             self.has_given = True
-        return self._entry_batch(entry, rows)
+        return self._entry_batch(entry, left)
+
+    def _left_of(self, indexes: Indexes) -> _Left:
+        """All of these samples. Where groups leave by themselves, those that have not: others still need them.
+
+        Raises SampleClearedError.
+        """
+        if self.partition.groups is None:
+            return _Left(indexes, self.partition.rows_of(indexes))
+        rows, found = self.partition.table.find(indexes)
+        return _Left(indexes, rows) if all_of(found) else _Left(indexes[found], rows[found], found)
 
     def _has_fields(self, rows: Rows) -> bool:
         complete = all_of(self.partition.schema.complete(rows, self._fetch.fields))
@@ -378,18 +401,19 @@ class ServedFetch:
 
     def _rest(self, entry: Entry, skip: int) -> Batch | None:
         """The remaining rows of a batch; the skipped ones may be cleared."""
-        indexes, padding = entry.indexes[skip:], entry.padding
-        rows = self.partition.rows_of(indexes)
-        if not self._has_fields(rows):
+        left = self._left_of(entry.indexes[skip:])
+        if not self._has_fields(left.rows):
             return None
-        self.consumer.give(rows[np.isin(indexes, entry.consumes)], entry.number)
+        self.consumer.give(left.rows[np.isin(left.indexes, entry.consumes)], entry.number)
         self.has_given = True
         self.consumer.ledger.took(entry.key)
-        return self._batch(indexes, rows, entry.token, entry.key[1], None if padding is None else padding[skip:])
+        padding = None if entry.padding is None else left.of(entry.padding[skip:])
+        return self._batch(left.indexes, left.rows, entry.token, entry.key[1], padding)
 
-    def _entry_batch(self, entry: Entry, rows: Rows) -> Batch:
+    def _entry_batch(self, entry: Entry, left: _Left) -> Batch:
         self.consumer.ledger.took(entry.key)
-        batch = self._batch(entry.indexes, rows, entry.token, entry.key[1], entry.padding)
+        padding = None if entry.padding is None else left.of(entry.padding)
+        batch = self._batch(left.indexes, left.rows, entry.token, entry.key[1], padding)
         if self._dp_size in (None, 1) or self._groups is None:
             return batch
         known = (self.consumer.ledger.get((rank, entry.key[1])) for rank in range(self._dp_size))
@@ -471,7 +495,7 @@ class ServedFetch:
         entry = None if batch_index is None else self.consumer.ledger.get((self._rank, batch_index))
         unmatched = 0
         if entry is not None:
-            rows = partition.rows_of(entry.indexes)
+            rows = self._left_of(entry.indexes).rows
             wanted = samples = len(rows)
             ready = int(np.count_nonzero(partition.schema.complete(rows, fetch.fields)))
             lacking = {n: int(np.count_nonzero(~partition.schema.complete(rows, [n]))) for n in fetch.fields}
