@@ -17,6 +17,7 @@ import torch
 import transfer_queue as tq
 from tests.integration.noticing import WAIT_S, ended
 from transfer_queue.errors import QueueUnreachableError
+from transfer_queue.launch.local import short_directory
 
 
 def long_directory(parent: Path, nbytes: int) -> Path:
@@ -53,6 +54,19 @@ def test_a_queue_works_below_a_long_tmpdir(tmp_path, fork, processes, nbytes):
     directory = long_directory(tmp_path, nbytes)
     assert ended(fork(use_a_queue_of_its_own, processes, TMPDIR=str(directory))) == 0
     assert not list(directory.iterdir()), "nothing is left behind"
+
+
+def use_an_address_without_blanks(**env: str) -> None:
+    use_a_queue_of_its_own("one", **env)
+    directory = short_directory("tq-")
+    os.rmdir(directory)
+    assert len(directory.split()) == 1, "scripts may cut what `serve` prints at blanks"
+
+
+def test_a_tmpdir_with_blanks_is_not_part_of_an_address(tmp_path, fork):
+    blank = tmp_path / "with blanks"
+    blank.mkdir()
+    assert ended(fork(use_an_address_without_blanks, TMPDIR=str(blank))) == 0
 
 
 def test_a_runtime_directory_that_is_gone_is_no_obstacle(tmp_path, fork):

@@ -197,8 +197,8 @@ def keys_for(config: FullConfig, directory: str) -> str | None:
 def short_directory(prefix: str) -> str:
     """Make a directory for this user only, in which sockets with names of up to 24 characters can be bound.
 
-    It lies in the system's temporary directory if that path is short enough, else in $XDG_RUNTIME_DIR, /tmp or
-    /var/tmp.
+    It lies in the system's temporary directory if that path is short enough and has no blanks, at which shells and
+    scripts would tear the address; else in $XDG_RUNTIME_DIR, /tmp or /var/tmp.
 
     Raises:
         LaunchError: none of them will do.
@@ -210,6 +210,9 @@ def short_directory(prefix: str) -> str:
             continue
         if len(os.fsencode(os.path.abspath(parent))) > longest:
             tried[parent] = f"longer than {longest} bytes"
+            continue
+        if len(parent.split()) > 1:
+            tried[parent] = "has blanks"
             continue
         try:
             return tempfile.mkdtemp(prefix=prefix, dir=os.path.abspath(parent))  # mode 0700
