@@ -30,11 +30,15 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def ctrl_c_interrupts() -> Iterator[None]:
-    """Ctrl-C works in a test and in what it starts, although a background shell or Lightning may have it ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+def signals_as_python_has_them() -> Iterator[None]:
+    """Ctrl-C and SIGTERM work in a test and in what it starts. A background shell or Lightning may have Ctrl-C ignored,
+    and Ray leaves a handler of SIGTERM behind, with which Lightning sets none of its own.
+    """
+    python = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in python.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

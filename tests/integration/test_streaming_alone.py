@@ -101,7 +101,8 @@ def _begun(script: Any, workers: int, processes: str = "one") -> tuple[Any, list
     assert process.stdout.readline() == "[0, 1, 2, 3]\n", process.communicate()
     family = own_processes(process.pid)
     assert len(family) == {"one": 1, "each": 3}[processes] + workers
-    (server,) = {arg for child in family for arg in child.cmdline() if "/tq-" in arg}
+    commands = [child.cmdline() for child in family]
+    (server,) = {command[-1] for command in commands if "transfer_queue.server.main" in command}
     return process, family, Path(server)
 
 
