@@ -96,6 +96,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps 
         SequentialSampler as SequentialSampler,
         TokenBudgetSampler as TokenBudgetSampler,
     )
+    from transfer_queue.transport.tcp_wire import make_key_file as make_key_file
 
 # isort: on
 
@@ -111,6 +112,7 @@ _MODULES = {
     "transfer_queue.checkpoint.remote": ("remove_checkpoint", "upload_checkpoint"),
     "transfer_queue.checkpoint.spool": ("spooled_checkpoint",),
     "transfer_queue.launch.serve": ("serve",),
+    "transfer_queue.transport.tcp_wire": ("make_key_file",),
     "transfer_queue.metadata": ("BatchMeta", "KVBatchMeta"),
     "transfer_queue.client": ("AsyncTransferQueueClient", "KeyChanges", "TransferQueueClient"),
     "transfer_queue.client.lease": ("Lease",),

@@ -1,14 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``lightning-tq`` command: a Trainer's subcommands, and those of a running queue, which need no Trainer."""
+"""The ``lightning-tq`` command: a table of subcommands, each imported only when it runs, so that help takes no time."""
 
 from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 
-_OF_A_QUEUE = ("serve", "status", "dashboard", "clients", "evict", "forget-task", "checkpoint", "doctor")
-_COMMANDS = ("fit", "validate", "test", "predict", *_OF_A_QUEUE)
+COMMANDS = {
+    # name: (its line in --help, its module in lightning_tq.cli, the function that gets the words after its name)
+    "demo": ("Learn for a minute on two cores, with a live page; ends with a picture.", "demo_command", "main"),
+    "new": ("Write a run of your own to start from: grpo, sft or stream.", "new_command", "main"),
+    "fit": ("Train with data streamed from a queue, as a YAML file says.", "trainer_cli", "fit"),
+    "validate": ("Validate a model, as a YAML file says.", "trainer_cli", "validate"),
+    "test": ("Test a model, as a YAML file says.", "trainer_cli", "test"),
+    "predict": ("Predict with a model, as a YAML file says.", "trainer_cli", "predict"),
+    "serve": ("Serve a queue that outlives programs, or join it with this host.", "serve_command", "main"),
+    "keys": ("Make the keys of a queue that serves several hosts.", "keys_command", "main"),
+    "status": ("Show what a running queue holds, and what waits for what.", "queue_commands", "status"),
+    "dashboard": ("Show a running queue as a live web page.", "queue_commands", "dashboard"),
+    "clients": ("List a queue's clients, and what each holds.", "queue_commands", "clients"),
+    "evict": ("End the session of a client that hangs.", "queue_commands", "evict"),
+    "forget-task": ("Keep no samples any more for a task that never reads again.", "queue_commands", "forget_task"),
+    "checkpoint": ("Look into a saved queue, or verify it.", "checkpoint_command", "main"),
+}
+_OF_A_TRAINER = {name for name, (_, module, _) in COMMANDS.items() if module == "trainer_cli"}
+_OPTIONS_OF_A_TRAINER = (
+    "help", "config", "print_config", "seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler",
+    "ckpt_path", "weights_only", "verbose", "return_predictions",
+)  # fmt: skip
+"""First parts of a Trainer's options. Only its own parser, which takes seconds to build, knows the rest."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -17,22 +39,48 @@ def main(args: Sequence[str] | None = None) -> int:
     Args:
         args: Command line without the program's name. Default: this process's own.
     """
-    given = sys.argv[1:] if args is None else list(args)
+    given = list(sys.argv[1:] if args is None else args)
     first = given[0] if given else ""
-    if first in _OF_A_QUEUE:
-        from lightning_tq.cli import queue_commands
+    if first in ("-h", "--help"):
+        print(_help())
+        return 0
+    if first in COMMANDS:
+        return _run(first, given[1:])
+    if first.split("=")[0] in ("-c", "--config", "--print_config"):  # of a Trainer; the subcommand follows
+        return _run("fit", given, "run")
+    if first.startswith("-"):
+        return _refuse(f"unknown option {first!r}", _near(first, ("--help", "--config", "--print_config")))
+    problem = f"unknown command {first!r}" if first else "no command was given"
+    return _refuse(problem, _near(first, COMMANDS), f". Use one of {', '.join(COMMANDS)}.")
 
-        return queue_commands.main(first, given[1:])
-    if not first.startswith("-") and first not in _COMMANDS:
-        return _refuse(first)
-    from lightning_tq.cli import trainer_cli
 
-    return trainer_cli.run(args)
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    rows = "\n".join(f"  {name:{width}}  {text}" for name, (text, _, _) in COMMANDS.items())
+    return (
+        f"usage: lightning-tq COMMAND ...\n\nA streaming data queue between the producers and trainers of "
+        f"post-training.\n\n{rows}\n\nlightning-tq COMMAND --help explains its options."
+    )
 
 
-def _refuse(command: str) -> int:
-    near = difflib.get_close_matches(command, _COMMANDS, 1)
-    problem = f"unknown command {command!r}" if command else "no command was given"
-    advice = f"; did you mean {near[0]!r}?" if near else f". Use one of {', '.join(_COMMANDS)}."
-    sys.stderr.write(f"error: {problem}{advice}\ntip: lightning-tq --help explains them.\n")
+def _run(name: str, args: Sequence[str], function: str | None = None) -> int:
+    _, module, own = COMMANDS[name]
+    if name in _OF_A_TRAINER:
+        for word in args:
+            option = word.split("=")[0].split(".")[0]
+            if option.startswith("--") and option[2:] not in _OPTIONS_OF_A_TRAINER:
+                near = _near(option, [f"--{known}" for known in _OPTIONS_OF_A_TRAINER], 0.75)
+                if near:  # otherwise it may be one of another version of Lightning: its parser knows
+                    return _refuse(f"unknown option {option!r}", near, of=name)
+    run: Callable[[Sequence[str]], int] = getattr(import_module(f"lightning_tq.cli.{module}"), function or own)
+    return run(args)
+
+
+def _near(word: str, known: Iterable[str], likeness: float = 0.6) -> list[str]:
+    return difflib.get_close_matches(word, list(known), 1, likeness)
+
+
+def _refuse(problem: str, near: list[str], otherwise: str = ".", of: str = "") -> int:
+    advice = f"; did you mean {near[0]!r}?" if near else otherwise
+    sys.stderr.write(f"error: {problem}{advice}\ntip: lightning-tq {of}{' ' if of else ''}--help explains them.\n")
     return 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The subcommands of a queue: ``status``, ``dashboard``, ``clients`` and others; ``serve`` and ``checkpoint``."""
+"""The subcommands that join a running queue: ``status``, ``dashboard``, ``clients``, ``evict``, ``forget-task``."""
 
 # Options are parsed before torch and rich are imported, so that --help and mistakes are fast.
 
@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from lightning_tq.checks import counted, list_names
@@ -34,20 +35,8 @@ _HOLDINGS = {
 """What ``evict`` reports, by its name in the statistics."""
 
 
-def main(name: str, args: Sequence[str]) -> int:
+def _main(name: str, args: Sequence[str]) -> int:
     """Returns the exit code: 0, 1 for an unknown client or task, 2 if no queue answers or an option is invalid."""
-    if name == "serve":
-        from lightning_tq.cli.serve_command import main as start_server
-
-        return start_server(args)
-    if name == "checkpoint":
-        from lightning_tq.cli.checkpoint_command import main as look_at_checkpoint
-
-        return look_at_checkpoint(args)
-    if name == "doctor":
-        from lightning_tq.cli.doctor_command import main as look_for_problems
-
-        return look_for_problems(args, os.environ.get("TQ_ADDRESS"))
     act = _COMMANDS[name]
     parser = argparse.ArgumentParser(f"lightning-tq {name}", description=act.__doc__, allow_abbrev=False)
     if act is _evict:
@@ -248,3 +237,4 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace, str], int]] = {
     "evict": _evict,
     "forget-task": _forget_task,
 }
+status, dashboard, clients, evict, forget_task = (partial(_main, name) for name in _COMMANDS)

@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from transfer_queue.errors import TransferQueueError
@@ -19,13 +22,17 @@ def main(args: Sequence[str]) -> int:
 
     With --join, add this host's memory to a running queue: values then stay on the host that produced them. Programs
     find the queue by TQ_ADDRESS, and on other hosts also need TQ_KEY_FILE. Once the server answers, it prints its
-    addresses in one line that begins with "ready". Exit codes: 0 after a signal, 2 if it can't serve.
+    addresses in one line that begins with "ready", and then lines to copy. Exit codes: 0 after a signal, 2 if it can't
+    serve.
     """
     parser = argparse.ArgumentParser("lightning-tq serve", description=main.__doc__, allow_abbrev=False)
     listen = "Also serve other hosts at this address, as tcp://HOST:PORT. HOST 0.0.0.0: on all networks; PORT 0: any."
     parser.add_argument("--listen", metavar="ADDRESS", help=listen)
     parser.add_argument("--join", metavar="ADDRESS", help="Join the queue that listens there.")
-    keys = "The queue's keys. The first server makes the file; copy it to the other hosts, readable by you alone."
+    keys = (
+        'The queue\'s keys. "lightning-tq keys" or the first server makes the file; copy it to the other hosts, readable '
+        "by you alone."
+    )
     parser.add_argument("--key-file", metavar="FILE", help=keys)
     plain = "Serve other hosts without keys: any program that reaches the address can read and change everything."
     parser.add_argument("--no-encryption", action="store_true", help=plain)
@@ -49,7 +56,8 @@ def main(args: Sequence[str]) -> int:
 def _serve(options: argparse.Namespace) -> None:
     import transfer_queue as tq
 
-    tq.serve(_conf(options), options.join, options.directory, _tell)
+    conf = _conf(options)
+    tq.serve(conf, options.join, options.directory, partial(_tell, conf, options.join is not None))
 
 
 def _conf(options: argparse.Namespace) -> dict[str, Any]:
@@ -66,5 +74,22 @@ def _conf(options: argparse.Namespace) -> dict[str, Any]:
     return conf
 
 
-def _tell(local: str, remote: str | None) -> None:
-    print(f"ready {local}{'' if remote is None else ' ' + remote}", flush=True)
+def _tell(conf: dict[str, Any], joined: bool, local: str, remote: str | None, metrics: str | None) -> None:
+    # In one piece: who reads only the first line, and then closes the pipe, must not end the server.
+    print("\n".join(_lines(conf, joined, local, remote, metrics)), flush=True)
+
+
+def _lines(conf: dict[str, Any], joined: bool, local: str, remote: str | None, metrics: str | None) -> Iterator[str]:
+    """The line that scripts read, and then what a person copies."""
+    yield f"ready {local}{'' if remote is None else ' ' + remote}"
+    yield f"programs of this host:  export TQ_ADDRESS={local}"
+    if remote is not None:
+        host, _, port = remote.removeprefix("tcp://").rpartition(":")
+        name = socket.gethostname() if host in ("0.0.0.0", "*", "[::]") else host
+        keys = conf.get("key_file") or os.path.join(os.path.dirname(local.removeprefix("ipc://")), "keys")
+        copied = "" if conf.get("encryption") == "none" else f" TQ_KEY_FILE={keys}  (a copy of this host's)"
+        yield f"of other hosts:         export TQ_ADDRESS=tcp://{name}:{port}{copied}"
+    yield f"watch it:               lightning-tq status --watch {local}"
+    yield f"as a web page:          lightning-tq dashboard {local}"
+    if metrics is not None and not joined:
+        yield f"metrics:                http://{metrics}/metrics"

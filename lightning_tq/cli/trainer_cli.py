@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -169,10 +170,9 @@ def _config_files(args: Sequence[str]) -> Iterator[tuple[Path, str]]:
             yield path, keys[name]
 
 
-def run(args: Sequence[str] | None) -> int:
+def run(args: Sequence[str]) -> int:
     """Run a Trainer's subcommand. Returns the exit code: 0, 1 for a failed run, 2 for a wrong configuration."""
-    if args is not None:
-        sys.argv = [sys.argv[0], *args]  # ranks in new processes get these arguments
+    sys.argv = [sys.argv[0], *args]  # ranks in new processes get these arguments
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)  # a configuration may name modules of the current directory
@@ -188,6 +188,13 @@ def run(args: Sequence[str] | None) -> int:
     if isinstance(cli.datamodule, TQDataModule):
         cli.datamodule.close()
     return 0
+
+
+def _run_named(name: str, args: Sequence[str]) -> int:
+    return run([name, *args])
+
+
+fit, validate, test, predict = (partial(_run_named, name) for name in ("fit", "validate", "test", "predict"))
 
 
 # ---- what the parser says about a wrong configuration, in one sentence ----

@@ -24,13 +24,13 @@ from transfer_queue.transport.session import Session
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-Ready = Callable[[str, str | None], None]
-"""Called with the address for programs of this host, and with that for other hosts."""
+Ready = Callable[[str, str | None, str | None], None]
+"""Called with the address for programs of this host, that for other hosts, and "host:port" of the queue's metrics."""
 
 
 def serve(
     conf: DictConfig | Mapping[str, Any] | None, join: str | None = None, directory: str | None = None,
-    ready: Ready = lambda local, remote: None,
+    ready: Ready = lambda local, remote, metrics: None,
 ) -> None:  # fmt: skip
     """Serve until SIGTERM or Ctrl-C. A server that joins a queue also ends when it loses the controller.
 
@@ -40,7 +40,8 @@ def serve(
         conf: What ``init`` takes. ``listen`` and ``key_file`` say where other hosts may join.
         join: Address of the queue to which this host's memory is added. None: a queue of its own.
         directory: Directory of the socket for programs of this host. It is made if necessary. None: a new private one.
-        ready: Called once the server answers.
+        ready: Called once the server answers: with the address for programs of this host, that for other hosts, and
+            "host:port" of the queue's metrics.
     Raises:
         ConfigError: an unknown key, an impossible value, or a key file that can't be read.
         LaunchError: the server can't listen, or the directory has a server already.
@@ -51,7 +52,7 @@ def serve(
     try:
         orders = member_orders(merged, join, where) if join else _first(merged, where)
         try:
-            main(orders, lambda remote: ready(orders.address, remote))
+            main(orders, lambda remote, metrics: ready(orders.address, remote, metrics))
         except OSError as error:
             raise LaunchError(
                 f"can't listen at {merged.listen or orders.address}: {error.strerror or error}."

@@ -78,6 +78,11 @@ class Front:
             verbs[AskUnitStats] = self._unit_stats
         return verbs
 
+    def metrics_endpoint(self) -> str | None:
+        """ "host:port" of the queue's metrics; None without."""
+        endpoint: str | None = self._conf["metrics"].get("endpoint")
+        return endpoint
+
     def listens_at(self, address: str) -> None:
         """Set the address for other hosts, which clients get with the configuration."""
         self._welcome = json.dumps({**self._conf, "listen": address}).encode()

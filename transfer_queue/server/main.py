@@ -36,10 +36,11 @@ _UNIT_TIMEOUT_S = 30.0
 _OBJECTS_PER_COLLECTION = 50_000
 
 
-def main(orders: Orders, ready: Callable[[str | None], None]) -> None:
+def main(orders: Orders, ready: Callable[[str | None, str | None], None]) -> None:
     """Serve what ``orders`` says. Returns when stopped or when the parent process has ended.
 
-    ``ready`` is called with the address for other hosts, if there is one, once clients can connect.
+    ``ready`` is called once clients can connect: with the address for other hosts and "host:port" of the queue's
+    metrics, as far as there are any.
     """
     # Before any import that starts threads (NumPy's does): one that did not block the signals would take them, and die.
     signal.pthread_sigmask(signal.SIG_BLOCK, _stop_signals(orders))
@@ -49,7 +50,7 @@ def main(orders: Orders, ready: Callable[[str | None], None]) -> None:
     server = SocketServer(orders.address)
     _stop_with(server, orders)
     front, listening, close = open_front(server, orders, orders.sampler)
-    ready(listening)
+    ready(listening, front.metrics_endpoint())
     _collect_rarely()
     server.serve(front)
     close()

@@ -127,6 +127,30 @@ def write_keys(path: str | Path, keys: ServerKeys | None = None) -> ServerKeys:
     return keys
 
 
+def make_key_file(path: str | Path) -> None:
+    """Make the keys of a queue before any server runs: the file that ``key_file`` and TQ_KEY_FILE name.
+
+    Only this user can read it. Copy it to the other hosts before their servers and programs start.
+
+    Raises:
+        ConfigError: there is a file already, or none can be made there.
+    Examples:
+        >>> import os, tempfile
+        >>> path = os.path.join(tempfile.mkdtemp(), "keys")
+        >>> tq.make_key_file(path)
+        >>> oct(os.stat(path).st_mode & 0o777)
+        '0o600'
+    """
+    try:
+        write_keys(path)
+    except FileExistsError as error:
+        raise ConfigError(
+            f"{path} exists already, and a queue may use its keys. Name another file, or remove this one."
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"can't write keys to {path}: {error.strerror or error}.") from error
+
+
 def read_keys(path: str | Path) -> ServerKeys:
     """Read both keys, for a server. Raises ConfigError if they are missing, or other users can read them."""
     return ServerKeys(_key(path, "public"), _key(path, "secret"))

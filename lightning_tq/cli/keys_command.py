@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The subcommand ``keys``: makes the keys of a queue that serves several hosts, before any server runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from transfer_queue.errors import TransferQueueError
+
+_FAILED = 2
+
+
+def main(args: Sequence[str]) -> int:
+    """Make a new file of keys, readable by you alone, for the servers and programs of one queue.
+
+    It is never replaced, because a queue may use it. Exit codes: 0, 2 if it can't be made.
+    """
+    parser = argparse.ArgumentParser("lightning-tq keys", description=main.__doc__, allow_abbrev=False)
+    parser.add_argument("file", metavar="FILE", help="Where to write the keys.")
+    path = parser.parse_args(args).file
+    import transfer_queue as tq
+
+    try:
+        tq.make_key_file(path)
+    except TransferQueueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return _FAILED
+    print(
+        f"{path} holds new keys. Copy it to the other hosts (scp -p), then start a server:\n"
+        f"  lightning-tq serve --listen tcp://0.0.0.0:5555 --key-file {path}\n"
+        f"Programs of other hosts find it by TQ_KEY_FILE."
+    )
+    return 0
