@@ -30,8 +30,7 @@ def main(args: Sequence[str]) -> int:
     parser.add_argument("--listen", metavar="ADDRESS", help=listen)
     parser.add_argument("--join", metavar="ADDRESS", help="Join the queue that listens there.")
     keys = (
-        'The queue\'s keys. "lightning-tq keys" or the first server makes the file; copy it to the other hosts, readable '
-        "by you alone."
+        "The queue's keys, readable by you alone, the same on all hosts. The first server makes the file if necessary."
     )
     parser.add_argument("--key-file", metavar="FILE", help=keys)
     plain = "Serve other hosts without keys: any program that reaches the address can read and change everything."

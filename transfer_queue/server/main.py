@@ -288,7 +288,7 @@ if __name__ == "__main__":
         sys.path[:] = json.loads(text)["sys_path"]  # first, because it may say where the next import lies
         from transfer_queue.server.orders import decode_orders
 
-        main(decode_orders(text), lambda listening: _tell(replies, ready=True, listening=listening))
+        main(decode_orders(text), lambda listening, _: _tell(replies, ready=True, listening=listening))
     except Exception as error:  # the guard of the start: the process that waits for "ready" gets the error
         if replies.closed:
             raise

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The subcommand ``demo``: the template "grpo", run for a minute, with its live page, a picture and a verdict."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import webbrowser
+from collections import deque
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from lightning_tq.cli.new_command import write_template
+from transfer_queue.errors import ConfigError
+
+_FAILED, _REFUSED, _INTERRUPTED = 1, 2, 130
+_LINES_EVERY_S = 3.0
+_PAGE = re.compile(r"^Dashboard: (\S+)")
+_STEP = re.compile(r"^step (\d+): (\d+)% ")
+_LIMIT = re.compile(r"; ((?:generation|training) was the bottleneck)")
+
+
+class _Learned(NamedTuple):
+    at_s: float
+    """Seconds since the start of the demo."""
+    step: int
+    percent: int
+    """Of the held-out prompts that were answered right."""
+
+
+def main(args: Sequence[str]) -> int:
+    """Learn for about a minute on two cores: a small policy writes digits backwards, by GRPO on its own answers.
+
+    Its files are those of "lightning-tq new grpo". The live page needs aiohttp, and the picture matplotlib. Exit codes:
+    0, 1 if the training failed, 2 if the directory isn't empty.
+    """
+    parser = argparse.ArgumentParser("lightning-tq demo", description=main.__doc__, allow_abbrev=False)
+    where = "Where its files and the picture go: a new or an empty directory. Default: a temporary one."
+    parser.add_argument("directory", nargs="?", metavar="DIR", help=where)
+    seconds = "Seconds of training. Processes take about ten more to start. Default: 45."
+    parser.add_argument("--seconds", type=int, default=45, metavar="N", help=seconds)
+    parser.add_argument("--no-browser", action="store_true", help="Print the page's address, and don't open it.")
+    options = parser.parse_args(args)
+    directory = Path(options.directory or tempfile.mkdtemp(prefix="lightning-tq-demo-"))
+    try:
+        write_template("grpo", directory)
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return _REFUSED
+    print(
+        f"The demo's files are in {directory}. Trainer, queue and workers start, which takes some seconds.", flush=True
+    )
+    _name_what_lacks()
+    demo = _Demo(not options.no_browser)
+    code = demo.run(directory, options.seconds)
+    if code and code != _INTERRUPTED:
+        sys.stderr.write("".join(demo.hidden) + "error: the training failed; its last lines are above.\n")
+        return _FAILED
+    demo.conclude(directory)
+    return code
+
+
+def _name_what_lacks() -> None:
+    for package, part in (("aiohttp", "live page"), ("matplotlib", "picture")):
+        if find_spec(package) is None:
+            print(f"The {part} needs {package}, so there is none: pip install {package}", flush=True)
+
+
+class _Demo:
+    """A run of the training in a process of its own, and what it printed."""
+
+    def __init__(self, opens_page: bool) -> None:
+        self.hidden: deque[str] = deque(maxlen=40)
+        self._opens_page = opens_page
+        self._learned: list[_Learned] = []
+        self._limit = ""
+        self._started = time.monotonic()
+        self._shown_at = -_LINES_EVERY_S
+
+    def run(self, directory: Path, seconds: int) -> int:
+        """Returns the training's exit code; Ctrl-C ends the training early."""
+        minutes, rest = divmod(seconds, 60)
+        command = [
+            sys.executable, "-m", "lightning_tq", "fit", f"--config={directory / 'run.yaml'}", "--trainer.max_epochs=-1",
+            f"--trainer.max_time=00:00:{minutes:02}:{rest:02}", "--trainer.enable_progress_bar=false",
+            f"--data.queue.dashboard={'true' if find_spec('aiohttp') else 'false'}",
+        ]  # fmt: skip
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("TQ_")}  # its own queue
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process:
+            assert process.stdout is not None
+            interrupted = False
+            while True:
+                try:
+                    for line in process.stdout:
+                        self._take(line)
+                    break
+                except KeyboardInterrupt:  # the training gets it, too, and ends by itself
+                    interrupted = True
+        return _INTERRUPTED if interrupted else process.returncode
+
+    def _take(self, line: str) -> None:
+        now = time.monotonic() - self._started
+        if page := _PAGE.match(line):
+            print(f"Watch it live: {page[1]}", flush=True)
+            if self._opens_page and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+                with contextlib.suppress(webbrowser.Error):
+                    webbrowser.open(page[1])
+        elif step := _STEP.match(line):
+            self._learned.append(_Learned(now, int(step[1]), int(step[2])))
+            if now - self._shown_at >= _LINES_EVERY_S:
+                print(f"{now:3.0f} s, {line}", end="", flush=True)
+                self._shown_at = now
+        else:
+            self.hidden.append(line)
+            if limit := _LIMIT.search(line):
+                self._limit = f"; {limit[1]}"
+
+    def conclude(self, directory: Path) -> None:
+        """Draw the picture, and say what was learned."""
+        if self._learned:
+            if find_spec("matplotlib") is not None:
+                picture = directory / "demo.png"
+                _draw(self._learned, list(_waits(directory)), picture)
+                print(f"Picture: {picture}")
+            first, last = self._learned[0], self._learned[-1]
+            print(
+                f"Accuracy {first.percent}% → {last.percent}% in {last.at_s:.0f} s and {last.step} steps{self._limit}."
+            )
+        print("A run of your own: lightning-tq new grpo DIR", flush=True)
+
+
+def _waits(directory: Path) -> Iterator[tuple[int, float]]:
+    """(step, percent of its time that training waited for samples), as QueueMonitor logged them."""
+    for path in directory.glob("runs/*/metrics.csv"):
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                if row.get("queue/starved"):
+                    yield int(row["step"]), 100 * float(row["queue/starved"])
+
+
+def _draw(learned: Sequence[_Learned], waits: Sequence[tuple[int, float]], path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    top, bottom = figure.subplots(2, 1)
+    top.plot([each.at_s for each in learned], [each.percent for each in learned], color="#2864b4", marker="o")
+    top.set(xlabel="seconds since the start", ylabel="accuracy (%)", ylim=(0, 102), xlim=(0, None))
+    top.set_title("GRPO on one machine: held-out prompts that are answered right")
+    bottom.plot([step for step, _ in waits], [share for _, share in waits], color="#d9722a", linewidth=0.8)
+    bottom.set(xlabel="optimizer step", ylabel="time waiting for\nsamples (%)", ylim=(0, 102), xlim=(0, None))
+    for axes in (top, bottom):
+        axes.grid(axis="y", alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The subcommand ``new``: writes a run of one's own to start from."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from transfer_queue.errors import ConfigError
+
+KINDS = ("grpo", "sft", "stream")
+_FAILED = 2
+_OUTPUT = "default_root_dir: runs\n"
+
+
+def main(args: Sequence[str]) -> int:
+    """Write model, workers and a YAML file with validation, checkpoint and resume. They run at once.
+
+    grpo: workers lease prompts, and a policy learns from its own answers. sft: a model learns from samples that are
+    made meanwhile, epoch by epoch. stream: an endless stream, to which a second process adds a field. Exit codes: 0,
+    2 if the directory isn't empty or can't be written.
+    """
+    parser = argparse.ArgumentParser("lightning-tq new", description=main.__doc__, allow_abbrev=False)
+    parser.add_argument("kind", choices=KINDS, help="What to start from.")
+    parser.add_argument("directory", metavar="DIR", help="Where to write it: a new or an empty directory.")
+    options = parser.parse_args(args)
+    try:
+        names = write_template(options.kind, Path(options.directory))
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return _FAILED
+    run = f"lightning-tq fit --config {shlex.quote(str(Path(options.directory) / 'run.yaml'))}"
+    print(
+        f"Wrote {', '.join(names)} to {options.directory}.\n"
+        f"Run it:                  {run}\n"
+        f"Go on after it was cut:  {run} --ckpt_path last\n"
+        f"Watch it:                lightning-tq dashboard, with the address that the run prints"
+    )
+    return 0
+
+
+def write_template(kind: str, directory: Path) -> list[str]:
+    """Write one of ``KINDS``. Returns the names of its files.
+
+    Raises:
+        ConfigError: there is something in the directory, or it can't be written.
+    """
+    sources = sorted(
+        (each for each in files("lightning_tq").joinpath("templates", kind).iterdir() if each.is_file()),
+        key=lambda each: each.name,
+    )
+    try:
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise ConfigError(f"{directory} isn't an empty directory. Name another one: nothing in it is replaced.")
+        directory.mkdir(parents=True, exist_ok=True)
+        for source in sources:
+            # A run writes into its own directory, wherever it is started.
+            output = f"default_root_dir: {json.dumps(str(directory.resolve() / 'runs'))}\n"
+            (directory / source.name).write_text(source.read_text().replace(_OUTPUT, output))
+    except OSError as error:
+        raise ConfigError(f"can't write to {directory}: {error.strerror or error}.") from error
+    return [source.name for source in sources]
