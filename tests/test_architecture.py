@@ -87,8 +87,13 @@ FOR_OTHER_HOSTS = ("zmq",)
 """A server of one host has no use for it."""
 
 
+TEMPLATES = ROOT / "lightning_tq" / "templates"
+"""Files that ``lightning-tq new`` copies: a user's, which nothing here imports."""
+
+
 def python_files() -> list[Path]:
-    return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    found = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    return [path for path in found if not path.is_relative_to(TEMPLATES)]
 
 
 def module_name(path: Path) -> str:
@@ -137,7 +142,7 @@ def test_imports_point_down(path: Path) -> None:
 
 def test_parts_of_the_lightning_package_import_lower_ones_only() -> None:
     rank = {part: at for at, line in enumerate(LIGHTNING_RANKS.strip().splitlines()) for part in line.split()}
-    for path in sorted((ROOT / "lightning_tq").rglob("*.py")):
+    for path in [path for path in python_files() if path.is_relative_to(ROOT / "lightning_tq")]:
         part, *_ = [*module_name(path).split(".")[1:], "__init__"]
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
@@ -236,6 +241,21 @@ def loaded_after(code: str) -> set[str]:
 @pytest.mark.parametrize("code", ["import transfer_queue", "import transfer_queue; transfer_queue.BatchMeta"])
 def test_importing_the_queue_loads_nothing_heavy(code: str) -> None:
     assert not loaded_after(code) & {*HEAVY, "omegaconf", "zmq"}
+
+
+COMMAND = "import contextlib; from lightning_tq.cli import main\nwith contextlib.suppress(SystemExit): main({})"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"], [], ["--hlep"], ["fti"], ["fit", "--confg", "run.yaml"], ["status", "--wacth"], ["serve", "--help"],
+        ["demo", "--help"], ["new", "--help"], ["keys", "--help"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_help_and_mistakes_of_the_command_load_nothing_heavy(words: list[str]) -> None:
+    assert not loaded_after(COMMAND.format(words)) & {*HEAVY, "omegaconf", "jsonargparse", "zmq", "numpy"}
 
 
 def test_servers_load_nothing_heavy() -> None:

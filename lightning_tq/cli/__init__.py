@@ -26,7 +26,7 @@ COMMANDS = {
     "checkpoint": ("Look into a saved queue, or verify it.", "checkpoint_command", "main"),
 }
 _OF_A_TRAINER = {name for name, (_, module, _) in COMMANDS.items() if module == "trainer_cli"}
-_OPTIONS_OF_A_TRAINER = (
+OPTIONS_OF_A_TRAINER = (
     "help", "config", "print_config", "seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler",
     "ckpt_path", "weights_only", "verbose", "return_predictions",
 )  # fmt: skip
@@ -68,8 +68,8 @@ def _run(name: str, args: Sequence[str], function: str | None = None) -> int:
     if name in _OF_A_TRAINER:
         for word in args:
             option = word.split("=")[0].split(".")[0]
-            if option.startswith("--") and option[2:] not in _OPTIONS_OF_A_TRAINER:
-                near = _near(option, [f"--{known}" for known in _OPTIONS_OF_A_TRAINER], 0.75)
+            if option.startswith("--") and option[2:] not in OPTIONS_OF_A_TRAINER:
+                near = _near(option, [f"--{known}" for known in OPTIONS_OF_A_TRAINER], 0.75)
                 if near:  # otherwise it may be one of another version of Lightning: its parser knows
                     return _refuse(f"unknown option {option!r}", near, of=name)
     run: Callable[[Sequence[str]], int] = getattr(import_module(f"lightning_tq.cli.{module}"), function or own)

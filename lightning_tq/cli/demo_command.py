@@ -88,12 +88,13 @@ class _Demo:
 
     def run(self, directory: Path, seconds: int) -> int:
         """Returns the training's exit code; Ctrl-C ends the training early."""
-        minutes, rest = divmod(seconds, 60)
-        command = [
-            sys.executable, "-m", "lightning_tq", "fit", f"--config={directory / 'run.yaml'}", "--trainer.max_epochs=-1",
-            f"--trainer.max_time=00:00:{minutes:02}:{rest:02}", "--trainer.enable_progress_bar=false",
-            f"--data.queue.dashboard={'true' if find_spec('aiohttp') else 'false'}",
-        ]  # fmt: skip
+        limit = f"00:00:{seconds // 60:02}:{seconds % 60:02}"
+        options = {
+            "config": directory / "run.yaml", "trainer.max_epochs": -1, "trainer.max_time": limit,
+            "trainer.enable_progress_bar": "false",
+            "data.queue.dashboard": "true" if find_spec("aiohttp") else "false",
+        }  # fmt: skip
+        command = [sys.executable, "-m", "lightning_tq", "fit", *(f"--{name}={options[name]}" for name in options)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TQ_")}  # its own queue
         with subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

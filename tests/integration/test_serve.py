@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -83,7 +84,8 @@ def test_a_served_queue_outlives_its_programs_and_ends_cleanly_at_a_signal(serve
     assert client.get_meta(["x"], 4, "p", task_name="t").size == 4
     tq.close()
     server.send_signal(signal.SIGINT)
-    assert server.communicate() == ("", "")
+    copied, complained = server.communicate()
+    assert (copied.count("export TQ_ADDRESS="), complained) == (1, "")
     assert (server.returncode, list((tmp_path / "d").iterdir())) == (0, [])
 
 
@@ -131,6 +133,49 @@ def test_a_server_that_leaves_takes_its_values_along_by_name(serve, keys):
     client.put({"x": torch.zeros(len(lacking), dtype=torch.int64)}, meta.select_samples(lacking))
     assert client.get_lost_samples("p") == {}
     assert client.get_data(meta)["x"].shape[0] == 16
+
+
+def test_a_server_prints_lines_that_lead_other_programs_to_it(serve, keys, tmp_path):
+    pytest.importorskip("prometheus_client")
+    (tmp_path / "queue.yaml").write_text("metrics: {enabled: true}")
+    server = serve(*LISTEN, "--key-file", keys, "--config", str(tmp_path / "queue.yaml"))
+    local, remote = addresses(server)
+    lines = [server.stdout.readline() for _ in range(5)]
+    exported = [dict(re.findall(r"(TQ_\w+)=(\S+)", line)) for line in lines[:2]]
+    assert exported == [{"TQ_ADDRESS": local}, {"TQ_ADDRESS": remote, "TQ_KEY_FILE": keys}]
+    assert [line.split()[-2:] for line in lines[2:4]] == [["--watch", local], ["dashboard", local]]
+    with urllib.request.urlopen(lines[4].split()[1]) as answer:
+        assert b"tq_" in answer.read()
+
+
+def test_a_server_lives_on_when_a_script_has_read_its_first_line(serve):
+    server = serve()
+    (address,) = addresses(server)
+    server.stdout.close()
+    assert join(address).get_partition_list() == []
+    server.stdout = None  # communicate() must not read it
+    server.terminate()
+    assert server.wait() == 0
+
+
+# ---- keys ----
+
+
+def test_keys_that_are_made_without_a_server_are_those_of_a_queue(serve, keys):
+    made = subprocess.run([sys.executable, "-m", "lightning_tq", "keys", keys], capture_output=True, text=True)
+    assert (made.returncode, os.stat(keys).st_mode & 0o777) == (0, 0o600)
+    content = Path(keys).read_bytes()
+    _, remote = addresses(serve(*LISTEN, "--key-file", keys))
+    assert join(remote, keys).get_partition_list() == []
+    assert Path(keys).read_bytes() == content
+    again = subprocess.run([sys.executable, "-m", "lightning_tq", "keys", keys], capture_output=True, text=True)
+    assert (again.returncode, Path(keys).read_bytes()) == (2, content)
+    assert "exists already" in again.stderr
+
+
+def test_keys_can_not_be_made_in_a_folder_that_is_missing(tmp_path):
+    with pytest.raises(tq.errors.ConfigError, match=r"can't write keys to .*: No such file or directory"):
+        tq.make_key_file(tmp_path / "missing" / "keys")
 
 
 # ---- mistakes ----

@@ -21,19 +21,17 @@ def held_out():
         client.put({"x": x, "y": target(x)}, partition_id="val")
 
 
-def produce(worker=0):
+def produce():
     """Never ends: when the queue is full, a put waits. Any number of such processes share the work."""
-    torch.seed()  # after a resume, other samples than before
     while True:
         tq.get_client().put({"x": torch.randn(ROWS, 8)}, partition_id="train")
 
 
-def label(worker=0, num_workers=1):
+def label():
     """Adds the field y to samples as they come."""
     client = tq.get_client()
-    dataset = tq.StreamingDataset(
-        None, batch_size=ROWS, micro_batch_size=ROWS, data_fields=["x"], partition_id="train", task_name="label",
-        dp_rank=0,
-    )  # fmt: skip
+    size = {"batch_size": ROWS, "micro_batch_size": ROWS}
+    dataset = tq.StreamingDataset(None, **size, data_fields=["x"], partition_id="train", task_name="label", dp_rank=0)
     for data, meta in tq.StreamingDataLoader(dataset):
         client.put({"y": target(torch.stack(data["x"].unbind()))}, metadata=meta)
+        client.ack(meta, "label")  # a labeller that was killed before gets them again

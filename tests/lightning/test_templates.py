@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lightning-tq new`` writes runs that train at once and go on after a kill; ``demo`` shows one of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_tq.cli.new_command import KINDS
+from tests.console import lightning_tq
+from tests.lightning.conftest import ROOT
+from tests.own_processes import SLOW, own_processes
+
+TEMPLATES = ROOT / "lightning_tq" / "templates"
+MOST_LINES = 120
+IMPROVES = {"grpo": "accuracy", "sft": "loss", "stream": "loss"}
+_STEP = re.compile(r"^step (\d+): \D*([\d.]+)", re.M)
+
+
+def command(*words: str | Path) -> list[str]:
+    return [sys.executable, "-m", "lightning_tq", *map(str, words)]
+
+
+def environment(**more: str) -> dict[str, str]:
+    mine = {name: value for name, value in os.environ.items() if not name.startswith("TQ_") and name != "DISPLAY"}
+    return {**mine, "PYTHONPATH": str(ROOT), **more}
+
+
+def train(*words: str | Path, **more: str) -> str:
+    done = subprocess.run(
+        command(*words), env=environment(**more), capture_output=True, text=True, timeout=200 * SLOW, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert own_processes() == []
+    return done.stdout
+
+
+def steps(printed: str) -> list[tuple[int, float]]:
+    return [(int(step), float(value)) for step, value in _STEP.findall(printed)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_template_is_short(kind: str) -> None:
+    lines = [line for path in (TEMPLATES / kind).iterdir() if path.is_file() for line in path.read_text().splitlines()]
+    assert 0 < len([line for line in lines if line.strip()]) <= MOST_LINES
+
+
+def test_new_replaces_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").write_text("kept")
+    for where in (tmp_path, tmp_path / "mine"):
+        assert lightning_tq(["new", "sft", str(where)]) == 2
+        assert "isn't an empty directory" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    assert (tmp_path / "mine").read_text() == "kept"
+
+
+def test_new_writes_the_files_of_the_guide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert lightning_tq(["new", "grpo", str(tmp_path / "run")]) == 0
+    written = {path.name: path.read_text() for path in (tmp_path / "run").iterdir()}
+    page = (ROOT / "docs" / "guides" / "grpo_run.md").read_text()
+    shown = re.findall(r'^```\w+ title="([^"]+)"\n--8<-- "(.*)"\n```$', page, re.M)
+    assert {name for name, _ in shown} == written.keys()
+    for name, path in shown:
+        runs = f'default_root_dir: "{tmp_path / "run" / "runs"}"'
+        assert (ROOT / path).read_text().replace("default_root_dir: runs", runs) == written[name]
+    assert f"lightning-tq fit --config {tmp_path / 'run' / 'run.yaml'} --ckpt_path last" in capsys.readouterr().out
+
+
+@pytest.mark.programs
+@pytest.mark.timeout(620 * SLOW)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_template_learns_and_goes_on_after_a_kill_from_its_last_checkpoint(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "a run"  # a name that a shell would split
+    train("new", kind, folder)
+    words = ("fit", "--config", folder / "run.yaml", "--trainer.enable_progress_bar=false")
+    first = subprocess.Popen(command(*words), env=environment(), stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None
+    before = ""
+    while len(steps(before)) < 4:  # two epochs are saved: a checkpoint follows its line
+        line = first.stdout.readline()
+        assert line, before
+        before += line
+    first.send_signal(signal.SIGKILL)
+    before += first.stdout.read()
+    first.stdout.close()
+    assert first.wait() == -signal.SIGKILL
+    after = steps(train(*words, "--ckpt_path", "last"))
+    (start, at_first), (trained, _) = steps(before)[0], steps(before)[-1]
+    per_epoch = steps(before)[1][0]
+    assert start == 0
+    assert after[0][0] in (trained - per_epoch, trained, trained + per_epoch), "it goes on, and doesn't begin anew"
+    assert after[-1][0] == 10 * per_epoch
+    assert after[-1][1] > 80 > at_first if kind == "grpo" else after[-1][1] < at_first / 10
+
+
+@pytest.mark.programs
+@pytest.mark.timeout(320 * SLOW)
+def test_the_demo_learns_and_ends_with_a_picture_and_a_verdict(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    pytest.importorskip("matplotlib")
+    printed = train("demo", "--seconds", "25", tmp_path / "demo")
+    assert re.search(r"^Watch it live: http://127\.0\.0\.1:\d+/#token=\S+$", printed, re.M)
+    assert (tmp_path / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert f"Picture: {tmp_path / 'demo' / 'demo.png'}\n" in printed
+    assert re.search(
+        r"^Accuracy 0% → \d+% in \d+ s and \d+ steps; (generation|training) was the bottleneck\.$", printed, re.M
+    )
+
+
+@pytest.mark.programs
+@pytest.mark.timeout(320 * SLOW)
+def test_the_demo_needs_no_extra_and_says_what_each_would_give(tmp_path: Path) -> None:
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Hide:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name in ('aiohttp', 'matplotlib'):\n"
+        "            raise ModuleNotFoundError(name)\n"
+        "import importlib.util as util\n"
+        "found = util.find_spec\n"
+        "util.find_spec = lambda name, package=None: (\n"
+        "    None if name in ('aiohttp', 'matplotlib') else found(name, package))\n"
+        "sys.meta_path.insert(0, Hide())\n"
+    )
+    printed = train("demo", "--seconds", "5", tmp_path / "demo", PYTHONPATH=f"{hidden}{os.pathsep}{ROOT}")
+    assert "The live page needs aiohttp, so there is none: pip install aiohttp\n" in printed
+    assert "The picture needs matplotlib, so there is none: pip install matplotlib\n" in printed
+    assert "Watch it live" not in printed
+    assert "Picture" not in printed
+    assert re.search(r"^Accuracy \d+% → \d+% ", printed, re.M)
