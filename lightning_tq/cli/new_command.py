@@ -22,8 +22,8 @@ def main(args: Sequence[str]) -> int:
     """Write model, workers and a YAML file with validation, checkpoint and resume. They run at once.
 
     grpo: workers lease prompts, and a policy learns from its own answers. sft: a model learns from samples that are
-    made meanwhile, epoch by epoch. stream: an endless stream, to which a second process adds a field. Exit codes: 0,
-    2 if the directory isn't empty or can't be written.
+    made meanwhile, epoch by epoch. stream: a model learns from an endless stream in a bounded queue. Exit codes: 0, 2 if
+    the directory isn't empty or can't be written.
     """
     parser = argparse.ArgumentParser("lightning-tq new", description=main.__doc__, allow_abbrev=False)
     parser.add_argument("kind", choices=KINDS, help="What to start from.")
@@ -51,7 +51,7 @@ def write_template(kind: str, directory: Path) -> list[str]:
         ConfigError: there is something in the directory, or it can't be written.
     """
     sources = sorted(
-        (each for each in files("lightning_tq").joinpath("templates", kind).iterdir() if each.is_file()),
+        (each for each in (files("lightning_tq") / "templates" / kind).iterdir() if each.is_file()),
         key=lambda each: each.name,
     )
     try:

@@ -64,7 +64,7 @@ def test_new_writes_the_files_of_the_guide(tmp_path: Path, capsys: pytest.Captur
     assert lightning_tq(["new", "grpo", str(tmp_path / "run")]) == 0
     written = {path.name: path.read_text() for path in (tmp_path / "run").iterdir()}
     page = (ROOT / "docs" / "guides" / "grpo_run.md").read_text()
-    shown = re.findall(r'^```\w+ title="([^"]+)"\n--8<-- "(.*)"\n```$', page, re.M)
+    shown = re.findall(r'^``` \{\.\w+ title="([^"]+)"\}\n--8<-- "([^"]+)"\n```$', page, re.M)
     assert {name for name, _ in shown} == written.keys()
     for name, path in shown:
         runs = f'default_root_dir: "{tmp_path / "run" / "runs"}"'

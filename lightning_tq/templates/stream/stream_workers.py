@@ -1,37 +1,27 @@
-"""The processes that fill the queue: one makes samples, another adds a field to them."""
+"""The processes that fill the queue. The trainer starts them, and they end with it. Replace ``samples``."""
 
 import torch
 
 import transfer_queue as tq
 
-ROWS = 32
+ROWS = 32  # samples per put
 
 
-def target(x):
-    """What is learned. In your program: a reward model, a teacher, an environment."""
-    return x.sum(dim=1, keepdim=True)
+def samples(rows):
+    """Inputs with what is learned of them. In your program: a reward model, a teacher, an environment."""
+    x = torch.randn(rows, 8)
+    return {"x": x, "y": x.sum(dim=1, keepdim=True)}
 
 
 def held_out():
     """Fills the partition that each validation reads, unless a checkpoint has brought it back."""
     client = tq.get_client()
     if "val" not in client.get_partition_list():
-        x = torch.randn(4 * ROWS, 8)
-        client.create_partition("val", num_samples=len(x))
-        client.put({"x": x, "y": target(x)}, partition_id="val")
+        client.create_partition("val", num_samples=4 * ROWS)  # the last sample seals it
+        client.put(samples(4 * ROWS), partition_id="val")
 
 
 def produce():
     """Never ends: when the queue is full, a put waits. Any number of such processes share the work."""
     while True:
-        tq.get_client().put({"x": torch.randn(ROWS, 8)}, partition_id="train")
-
-
-def label():
-    """Adds the field y to samples as they come."""
-    client = tq.get_client()
-    size = {"batch_size": ROWS, "micro_batch_size": ROWS}
-    dataset = tq.StreamingDataset(None, **size, data_fields=["x"], partition_id="train", task_name="label", dp_rank=0)
-    for data, meta in tq.StreamingDataLoader(dataset):
-        client.put({"y": target(torch.stack(data["x"].unbind()))}, metadata=meta)
-        client.ack(meta, "label")  # a labeller that was killed before gets them again
+        tq.get_client().put(samples(ROWS), partition_id="train")
