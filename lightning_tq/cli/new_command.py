@@ -22,7 +22,7 @@ def main(args: Sequence[str]) -> int:
     """Write model, workers and a YAML file with validation, checkpoint and resume. They run at once.
 
     grpo: workers lease prompts, and a policy learns from its own answers. sft: a model learns from samples that are
-    made meanwhile, epoch by epoch. stream: a model learns from an endless stream in a bounded queue. Exit codes: 0, 2 if
+    made meanwhile, epoch by epoch. stream: it learns from an endless stream in a bounded queue. Exit codes: 0, 2 if
     the directory isn't empty or can't be written.
     """
     parser = argparse.ArgumentParser("lightning-tq new", description=main.__doc__, allow_abbrev=False)
