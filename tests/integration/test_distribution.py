@@ -38,6 +38,7 @@ def test_the_wheel_holds_both_packages_their_data_and_the_licence(built: tuple[P
         "transfer_queue/version/version",
         "transfer_queue/py.typed",
         "lightning_tq/py.typed",
+        *(f"lightning_tq/templates/{kind}/run.yaml" for kind in ("grpo", "sft", "stream")),
     }
     assert sorted((sources | data) - names) == []
     top = {name.split("/")[0] for name in names if ".dist-info" not in name}
@@ -67,3 +68,5 @@ def test_a_clean_environment_runs_the_ten_lines_from_the_wheel(built: tuple[Path
     where, values = run(str(python), str(program), cwd=tmp_path).splitlines()
     assert (Path(where).is_relative_to(site), values) == (True, "[0, 1, 2, 3]")
     assert "lightning-tq" in run(str(python), "-m", "lightning_tq", "status", "--help", cwd=tmp_path)
+    run(str(python), "-m", "lightning_tq", "new", "grpo", "mine", cwd=tmp_path)
+    assert (tmp_path / "mine" / "run.yaml").is_file()
