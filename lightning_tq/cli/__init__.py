@@ -23,6 +23,7 @@ COMMANDS = {
     "clients": ("List a queue's clients, and what each holds.", "queue_commands", "clients"),
     "evict": ("End the session of a client that hangs.", "queue_commands", "evict"),
     "forget-task": ("Keep no samples any more for a task that never reads again.", "queue_commands", "forget_task"),
+    "doctor": ("Say what is wrong with this environment and a queue, and what mends it.", "queue_commands", "doctor"),
     "checkpoint": ("Look into a saved queue, or verify it.", "checkpoint_command", "main"),
 }
 _OF_A_TRAINER = {name for name, (_, module, _) in COMMANDS.items() if module == "trainer_cli"}

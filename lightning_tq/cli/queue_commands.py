@@ -238,3 +238,10 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace, str], int]] = {
     "forget-task": _forget_task,
 }
 status, dashboard, clients, evict, forget_task = (partial(_main, name) for name in _COMMANDS)
+
+
+def doctor(args: Sequence[str]) -> int:
+    """Look for problems of the queue that TQ_ADDRESS names, unless another one is given."""
+    from lightning_tq.cli.doctor_command import main
+
+    return main(args, os.environ.get("TQ_ADDRESS"))

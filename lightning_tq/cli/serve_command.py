@@ -74,7 +74,7 @@ def _conf(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _tell(conf: dict[str, Any], joined: bool, local: str, remote: str | None, metrics: str | None) -> None:
-    # In one piece, which print() doesn't promise: who reads the first line, and closes the pipe, must not end the server.
+    # In one piece, unlike print(): who reads the first line, and closes the pipe, must not end the server.
     sys.stdout.write("\n".join([*_lines(conf, joined, local, remote, metrics), ""]))
     sys.stdout.flush()
 
