@@ -84,8 +84,7 @@ def test_a_served_queue_outlives_its_programs_and_ends_cleanly_at_a_signal(serve
     assert client.get_meta(["x"], 4, "p", task_name="t").size == 4
     tq.close()
     server.send_signal(signal.SIGINT)
-    copied, complained = server.communicate()
-    assert (copied.count("export TQ_ADDRESS="), complained) == (1, "")
+    assert server.communicate()[1] == ""
     assert (server.returncode, list((tmp_path / "d").iterdir())) == (0, [])
 
 
