@@ -66,6 +66,7 @@ class Partitions(Keys):
         sampler: BaseSampler | str | Mapping[str, Any] | None = None,
         dp_size: int | None = None,
         tail: str | None = None,
+        follows: str | None = None,
     ) -> None:
         """How a task draws. Parts that are None stay as they are.
 
@@ -73,6 +74,8 @@ class Partitions(Keys):
             sampler: An instance, a built-in's name, or ``"module:Class"`` of an allowed module.
             dp_size: Number of data-parallel ranks: batches are then drawn for all of them or none.
             tail: What happens to samples that can't fill a last round: "drop", "pad" or "uneven_ok".
+            follows: Another task. This one fetches nothing, but is given the same batches from now on, and keeps their
+                samples from ``clear_consumed`` until it acknowledges them: see ``save_batches``.
         Raises:
             SamplerError: there is no such sampler, or its module is not allowed.
             InvalidRequestError: ``dp_size`` below 1, or an unknown ``tail``.
@@ -81,7 +84,7 @@ class Partitions(Keys):
         """
         spec: Any = sampler.spec() if isinstance(sampler, BaseSampler) else sampler
         spec = dict(spec) if isinstance(spec, Mapping) else spec
-        await self.session.ask(p.RegisterTask, p.Done, task_name, spec, dp_size, tail)
+        await self.session.ask(p.RegisterTask, p.Done, task_name, spec, dp_size, tail, follows)
 
     async def async_clear_consumed(self, partition_id: str, task_names: Sequence[str] = ()) -> int:
         """Delete the samples, with their values, that every task of the partition has consumed and acknowledged.

@@ -88,7 +88,7 @@ def freeze(state: PlaneState, call: Call, request: p.Freeze) -> p.Reply | Wait:
 
 
 def _take(state: PlaneState, call: Call, request: p.Freeze) -> p.Reply:
-    frozen = Freezing(state, Snapshot(state, state.calls.now))
+    frozen = Freezing(state, Snapshot(state, state.calls.now, request.task))
     state.calls.hold(call, frozen)
     return frozen.read(request.id, 0)
 

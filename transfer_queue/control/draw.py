@@ -44,6 +44,7 @@ class Task:
     dp_size: int | None = None
     tail: str | None = None
     spec: Any = None
+    follows: str | None = None
 
     def size_for(self, fetch: Fetch) -> int | None:
         """Number of data-parallel ranks of a round; None: every rank draws for itself, first come first served."""
@@ -97,6 +98,8 @@ class Tasks:
             raise InvalidRequestError(f"dp_size must be at least 1, got {request.dp_size}.")
         if request.tail is not None and request.tail not in TAIL_POLICIES:
             raise InvalidRequestError(f"tail must be one of {', '.join(TAIL_POLICIES)}, got {request.tail!r}.")
+        if request.follows is not None and request.task in (request.follows, self.get(request.follows).follows):
+            raise InvalidRequestError(f"task {request.task!r} can't follow {request.follows!r}: that is a circle.")
         task, sampler = self.get(request.task), None
         if request.sampler is not None and request.sampler != task.spec:
             with foreign(f"the sampler of task {request.task!r}"):
@@ -107,7 +110,7 @@ class Tasks:
         if sampler is not None:
             task.sampler, task.spec = sampler, request.sampler
         task.dp_size = request.dp_size if request.dp_size is not None else task.dp_size
-        task.tail = request.tail or task.tail
+        task.tail, task.follows = request.tail or task.tail, request.follows or task.follows
         self._tasks[request.task] = task
 
     def add(self, task: Task) -> None:
@@ -121,6 +124,10 @@ class Tasks:
     def __iter__(self) -> Iterator[Task]:
         """The registered tasks."""
         return iter(self._tasks.values())
+
+    def followers(self, name: str) -> list[str]:
+        """The tasks that follow this one."""
+        return [task.name for task in self._tasks.values() if task.follows == name]
 
     def samplers(self) -> list[BaseSampler]:
         """Every sampler once."""

@@ -10,7 +10,7 @@ import msgspec
 
 from transfer_queue import protocol as p
 from transfer_queue.calls import MORE, Call, More, Name, Wait
-from transfer_queue.control import group_work
+from transfer_queue.control import following, group_work
 from transfer_queue.control.draw import Task
 from transfer_queue.control.group_numbers import group_numbers
 from transfer_queue.control.lifecycle import acknowledge
@@ -20,7 +20,7 @@ from transfer_queue.control.serving import ServedFetch, check_fetch
 from transfer_queue.control.state import FETCHES, PlaneState
 from transfer_queue.control.writing import writers_of
 from transfer_queue.diagnosis import end_of_producer
-from transfer_queue.errors import ProducersGoneError
+from transfer_queue.errors import InvalidRequestError, ProducersGoneError
 
 _MOST_NAMED = 5
 
@@ -28,6 +28,8 @@ _MOST_NAMED = 5
 def fetch(state: PlaneState, call: Call, request: p.Fetch) -> p.Reply | Wait:
     """Try to answer at once. No fetch draws before one that waits in front of it."""
     task = state.tasks.get(request.task)
+    if task.follows is not None:
+        raise InvalidRequestError(f"task {task.name!r} follows {task.follows!r}, so it draws no batches of its own.")
     dp_size = check_fetch(request, task)
     partition = state.partitions.get(request.partition)
     acked = request.acks and partition is not None and acknowledge(state, partition, request.task, request.acks)
@@ -92,6 +94,7 @@ class _Reader:
         if fetch.where is not None:
             self._ready = served.ready()
         reply: p.Reply | More | None = served.answer(now, may_draw)
+        following.wrote(state, partition, fetch.task, served.written)
         if state.waits.count:
             self._wake_others(served)
         if isinstance(reply, p.Batch) and fetch.batch_index is None:

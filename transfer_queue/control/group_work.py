@@ -222,12 +222,20 @@ def leave(state: PlaneState, partition: Partition, group: Group, into: str, reas
 
 
 def finish(state: PlaneState, partition: Partition, group: Group) -> None:
-    """The group is done: it is deleted, with its head."""
+    """The group is done: it is deleted, with its head. A task that follows another may still hold its members."""
     assert partition.groups is not None
+    rows, followers = partition.rows_of(np.array(group.all_members()[:1], dtype=np.int64)), _followers(state)
+    readers = [own for name, own in partition.consumers.items() if name in followers]
+    if any(own.ledger.is_open(own.given.item(row)) for own in readers for row in rows.tolist()):
+        return
     state.leases.dismiss(group)
     indexes = [*group.all_members(), group.index]
     partition.groups.forget(group)
     delete(state, partition, indexes)
+
+
+def _followers(state: PlaneState) -> set[str]:
+    return {task.name for task in state.tasks if task.follows is not None}
 
 
 def delete(state: PlaneState, partition: Partition, indexes: list[int]) -> None:
@@ -518,11 +526,12 @@ def trained(state: PlaneState, task: str, drawn: Iterable[tuple[Groups, Group]])
 def acked(state: PlaneState, partition: Partition, task: str, entries: Sequence[Entry]) -> None:
     """A task has acknowledged these batches, so it has trained their groups. What all have acknowledged is deleted."""
     groups = partition.groups
-    if groups is None or not entries or state.leases.sampler(task) is None:
+    follows = task in _followers(state)
+    if groups is None or not entries or (state.leases.sampler(task) is None and not follows):
         return
     rows, found = partition.table.find(np.concatenate([entry.indexes for entry in entries]))
     own = groups.of_rows(rows[found])
-    trained(state, task, [(groups, group) for group in own])
+    trained(state, task, [] if follows else [(groups, group) for group in own])
     for group in own:
         if groups.live.get(group.index) is group and groups.acked(group, task):
             finish(state, partition, group)

@@ -8,7 +8,7 @@ import numpy as np
 
 from transfer_queue import protocol as p
 from transfer_queue.calls import PAGE, Call, Holding
-from transfer_queue.control import group_work
+from transfer_queue.control import following, group_work
 from transfer_queue.control.draw import foreign
 from transfer_queue.control.leases import LEASES
 from transfer_queue.control.partition import Partition
@@ -111,13 +111,19 @@ def clear_consumed(state: PlaneState, call: Call, request: p.ClearConsumed) -> p
     being_read = _being_read(state, partition)
     if request.dry_run:
         return _explained(p.Cleared(request.id, b""), partition, request.tasks, being_read)
-    done = partition.done_with(request.tasks, PAGE + 1, [batch.indexes for _, batch in being_read])
+    partition.clears = request.tasks
+    gone, more = _clear_done(state, partition, being_read)
+    return _explained(cleared(state, call, gone), partition, request.tasks, being_read, more)
+
+
+def _clear_done(state: PlaneState, partition: Partition, being_read: list[BeingRead]) -> tuple[p.Indexes, bool]:
+    """Clear some of what all tasks are done with. Returns what may lose its values, and whether there is more."""
+    done = partition.done_with(partition.clears or (), PAGE + 1, [batch.indexes for _, batch in being_read])
     gone = partition.clear(done[:PAGE])
     if len(gone):
         state.freed(partition)
         group_work.rows_gone(state, partition)
-    reply = cleared(state, call, state.freezes.keep(gone))
-    return _explained(reply, partition, request.tasks, being_read, more=len(done) > PAGE)
+    return state.freezes.keep(gone), len(done) > PAGE
 
 
 def _explained(
@@ -168,6 +174,8 @@ def register_task(state: PlaneState, call: Call, request: p.RegisterTask) -> p.R
         if before is not None:
             state.tasks.add(before)
         raise
+    if request.follows is not None:
+        following.begin(state, request.task, request.follows)
     state.task_changed(request.task)
     return p.Done(request.id)
 
@@ -181,7 +189,17 @@ def ack(state: PlaneState, call: Call, request: p.Ack) -> p.Reply:
     num_acked = acknowledge(state, partition, request.task, request.tokens, request.earlier)
     if num_acked:
         state.changed(partition)  # a reader may wait for fields of this batch
+        if state.tasks.get(request.task).follows is not None:
+            _clear_again(state, partition)
     return p.Done(request.id, num_acked)
+
+
+def _clear_again(state: PlaneState, partition: Partition) -> None:
+    """A task is done with samples. Whoever asked to clear them before may wait for room now, and not ask again."""
+    more = partition.clears is not None
+    while more:
+        gone, more = _clear_done(state, partition, _being_read(state, partition))
+        state.delete(gone)
 
 
 def acknowledge(state: PlaneState, partition: Partition, task: str, tokens: list[str], earlier: bool = False) -> int:
@@ -197,7 +215,7 @@ def reset_consumption(state: PlaneState, call: Call, request: p.ResetConsumption
     if partition is None:
         return p.Done(request.id, False)
     for name, consumer in partition.consumers.items():
-        if request.task in (None, name):
+        if request.task in (None, name, state.tasks.get(name).follows):
             consumer.reset()
             group_work.reset(state, partition, name)
     state.changed(partition)
@@ -206,9 +224,15 @@ def reset_consumption(state: PlaneState, call: Call, request: p.ResetConsumption
 
 def forget_task(state: PlaneState, call: Call, request: p.ForgetTask) -> p.Reply:
     """Delete a task in all partitions and end its waiting fetches. If it comes again, it reads from the start."""
+    if state.tasks.get(request.task).follows is not None:  # groups may only have waited for it
+        for partition in state.partitions.values():
+            if request.task in partition.consumers:
+                entries = partition.consumers[request.task].ledger.open_entries()
+                acknowledge(state, partition, request.task, [entry.token for entry in entries])
     known = [partition for partition in state.partitions.values() if partition.forget_task(request.task)]
     for partition in known:
         group_work.reset(state, partition, request.task)
+        _clear_again(state, partition)
     state.tasks.remove(request.task)
     state.dropped.forget(request.task)
     for wait in state.fetches_of(request.task):

@@ -50,6 +50,8 @@ class Partition:
         self.listed = ListedKeys(self.table, self.keys, self.tags)
         self.groups: Groups | None = None
         self.consumers: dict[str, Consumer] = {}
+        self.clears: list[str] | None = None
+        """Samples are deleted once these tasks, and all others here, are done with them. None: nobody asked for it."""
         self.last_published: float | None = None
         self.num_live = 0
         self.num_published = 0

@@ -250,8 +250,9 @@ def _wanted_by(state: PlaneState, request: p.Fetch, now: float) -> dict[str, Any
 def _partition_stats(state: PlaneState, partition: Partition, now: float) -> dict[str, Any]:
     tasks = {}
     for task, consumer in partition.consumers.items():
-        end = consumer.end_of(None)
+        end, follows = consumer.end_of(None), state.tasks.get(task).follows
         tasks[task] = {
+            **({} if follows is None else {"follows": follows}),
             "ready": consumer.ready_counts(),
             "consumed": partition.num_live - consumer.num_unconsumed,
             "done_total": consumer.num_done,

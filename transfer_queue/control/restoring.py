@@ -7,6 +7,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -191,7 +192,7 @@ def _restore_tasks(saved: SavedQueue, state: PlaneState, shift: int) -> Tasks:
     tasks = Tasks(default, state.config.sampler_modules)
     for task in state.tasks:
         sampler = default if task.sampler is state.tasks.default else _copy(task.sampler)
-        tasks.add(Task(task.name, sampler, task.dp_size, task.tail, task.spec))
+        tasks.add(replace(task, sampler=sampler))
     for each in saved.tasks:
         sampler = default if each.sampler is None else _sampler_of(each, tasks, state)
         if each.sampler is not None:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transfer_queue.calls import MORE, Holding, More, Turn, Until
+from transfer_queue.control import following
 from transfer_queue.control.consumer import UNLEDGERED, Consumer, StreamEnd
 from transfer_queue.control.draw import Draw, Share, Task, foreign
 from transfer_queue.control.filtered import FilteredSet
@@ -108,6 +109,7 @@ class Taken(Holding):
                 consumer.ledger.missed(self.batch)
                 return
             # The rank's next fetch may ask for other fields, or another number of samples.
+            following.gave_back(self._state, partition, consumer.task, self.batch)
             consumer.ledger.close(entry)
             drawn, number = entry.consumes, entry.number
         rows, found = partition.table.find(drawn)

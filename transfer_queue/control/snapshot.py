@@ -23,7 +23,7 @@ from transfer_queue.control.rows import PUBLISHED, RowState, one_of
 from transfer_queue.control.saved import FORMAT, SavedConsumer, SavedPartition, SavedQueue, SavedSampler, SavedTask
 from transfer_queue.control.state import PlaneState
 from transfer_queue.errors import CheckpointError
-from transfer_queue.protocol import pack_indexes
+from transfer_queue.protocol import Indexes, pack_indexes
 from transfer_queue.sampler.base import BaseSampler
 
 ROWS = 3000
@@ -43,19 +43,25 @@ class Snapshot:
     ``next_index``: samples with a lower index may be in it.
     """
 
-    def __init__(self, state: PlaneState, now: float) -> None:
-        """
+    def __init__(self, state: PlaneState, now: float, task: str | None = None) -> None:
+        """``task``: only the samples of its open batches; None: everything, except tasks that follow another.
+
         Raises:
             CheckpointError: what a sampler remembers is no plain data.
         """
         self._head = SavedQueue(
             FORMAT, state.allocator.next_index, state.incarnations, [],
-            [_save_task(task, state.tasks.default) for task in state.tasks], save_sampler(state.tasks.default),
+            [_save_task(each, state.tasks.default) for each in state.tasks if task is None and each.follows is None],
+            save_sampler(state.tasks.default) if task is None else SavedSampler("", {}),
             dict(state.leases.versions), state.leases.next_token,
         )  # fmt: skip
         _check(self._head)
         self._state = state
-        self._partitions = [FrozenPartition(partition, now) for partition in state.partitions.values()]
+        self._partitions = [
+            FrozenPartition(partition, now, *_chosen(state, partition, task))
+            for partition in state.partitions.values()
+            if task is None or (task in partition.consumers and len(partition.consumers[task].ledger))
+        ]
         self._slices = planned(self._partitions)
         self._next = next(self._slices, None)
         self.next_index, self.num_parts = state.allocator.next_index, 1
@@ -107,10 +113,17 @@ def planned(partitions: Iterable[FrozenPartition]) -> Iterator[list[Section]]:
 class FrozenPartition:
     """One partition as it was at the freeze. It is read where it lies until it changes."""
 
-    __slots__ = ("_changed", "_consumers", "_gone", "_head", "_now", "_num_sections", "_partition", "_schema", "_table")
+    __slots__ = (
+        "_changed", "_consumers", "_gone", "_head", "_now", "_num_sections", "_partition", "_schema", "_table",
+        "_tasks", "_wanted",
+    )  # fmt: skip
 
-    def __init__(self, partition: Partition, now: float) -> None:
-        self._partition, self._now = partition, now
+    def __init__(
+        self, partition: Partition, now: float, tasks: Iterable[str] | None = None, wanted: Indexes | None = None
+    ) -> None:
+        """``tasks``, ``wanted``: those of its tasks and samples that are saved; None: all."""
+        self._partition, self._now, self._wanted = partition, now, wanted
+        self._tasks = partition.consumers.keys() if tasks is None else tasks
         self._table, self._schema = partition.table, partition.schema
         self._gone: dict[int, str] | None = None
         self._changed: dict[int, bytes | None] | None = None
@@ -132,7 +145,7 @@ class FrozenPartition:
     def _look(self) -> None:
         """Keep what is not in columns. Nothing of it has changed since the freeze."""
         partition, last, state = self._partition, self._partition.last_published, self._table.column("state")
-        self._consumers = [_FrozenConsumer(each) for each in partition.consumers.values()]
+        self._consumers = [_FrozenConsumer(partition.consumers[name]) for name in self._tasks]
         missing = 0 if partition.sealed else int(np.count_nonzero(state == RowState.RESERVED_FREE))
         self._head = SavedPartition(
             partition.name, partition.incarnation, partition.sealed, partition.num_samples, partition.num_published,
@@ -156,6 +169,8 @@ class FrozenPartition:
         table, start, head = self._table, number * ROWS, self._head
         assert head is not None, "a partition is planned before it is saved"
         rows = _SAVED[table.column("state")[start : start + ROWS]].nonzero()[0] + start
+        if self._wanted is not None:
+            rows = rows[np.isin(table.column("index")[rows], self._wanted)]
         index, state = table.column("index")[rows], table.column("state")[rows]
         is_live = PUBLISHED[state]
         offset, size, put = (
@@ -208,6 +223,16 @@ class _FrozenConsumer:
         )
         columns = {"given": given.astype("<i4").tobytes(), "consumed": consumed.tobytes()}
         return msgspec.structs.replace(self._head, **columns, ledger=ledger)
+
+
+def _chosen(state: PlaneState, partition: Partition, task: str | None) -> tuple[list[str], Indexes | None]:
+    """What is saved of a partition: its tasks, and which samples (None: all)."""
+    if task is None:
+        return [name for name in partition.consumers if state.tasks.get(name).follows is None], None
+    samples = partition.consumers[task].ledger.open_indexes()
+    rows, found = partition.table.find(samples)
+    heads = [] if partition.groups is None else [partition.groups.heads_of(rows[found])]
+    return [task], np.concatenate([samples, *heads])
 
 
 def _check(head: SavedQueue) -> None:

@@ -68,12 +68,16 @@ class SealPartition(Request, frozen=True):
 
 
 class RegisterTask(Request, frozen=True):
-    """How ``task`` draws its batches: sampler spec, data-parallel size, tail policy. Missing parts stay as they are."""
+    """How ``task`` draws its batches: sampler spec, data-parallel size, tail policy. Missing parts stay as they are.
+
+    ``follows``: it draws none, and is given whatever this other task is given, under the same numbers.
+    """
 
     task: str
     sampler: str | dict[str, Any] | None = None
     dp_size: NumRanks | None = None
     tail: str | None = None
+    follows: str | None = None
 
 
 class Reserve(Request, frozen=True):
@@ -435,9 +439,11 @@ class Freeze(Request, frozen=True):
 
     Until Thaw, a Cancel, or the end of the session these values stay. What is cleared is hidden but not deleted, and a
     write that would replace one waits. Freeze itself waits up to ``wait_s`` for writes with a permit to replace values.
+    ``task``: only the samples of this task's open batches, and the heads of their groups.
     """
 
     wait_s: Seconds = 30.0
+    task: str | None = None
 
 
 class ReadFrozen(Request, frozen=True):
