@@ -3,22 +3,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Collection, Iterable
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
 
 import transfer_queue as tq
+from lightning_tq.checks import list_names
 from lightning_tq.dashboard_process import DashboardProcess
 from lightning_tq.queue_config import QueueConfig, differences
-from transfer_queue.errors import ConfigError, NotInitializedError
+from transfer_queue.errors import ConfigError, NotInitializedError, TransferQueueError
 
 if TYPE_CHECKING:
     from transfer_queue import TransferQueueClient
 
 logger = logging.getLogger(__name__)
+
+_LOOKS, _LOOK_EVERY_S = 100, 0.1
 
 
 class QueueConnection:
@@ -134,4 +139,21 @@ def _warn_of_differences(config: QueueConfig, running: Any) -> None:
 
 def _close_if_own(is_own: bool, pid: int) -> None:
     if is_own and os.getpid() == pid:
+        with contextlib.suppress(TransferQueueError):  # the queue has ended already
+            wait_for_followers(tq.get_client())
         tq.close()
+
+
+def wait_for_followers(client: TransferQueueClient, partitions: Collection[str] | None = None) -> None:
+    """Let recorders read these partitions (None: all), which end now, such as the batch that made a run fail."""
+    for look in range(_LOOKS):
+        known = client.get_stats()["partitions"]
+        tasks = [task for name in known.keys() & (partitions or known) for task in known[name]["tasks"].items()]
+        behind = {name for name, own in tasks if "follows" in own and own["in_flight"]}
+        if not behind:
+            return
+        if look in (0, _LOOKS - 1):
+            logger.warning(
+                f"{list_names(behind)} {'is waited for' if not look else 'comes too late'} to read the last batches."
+            )
+        threading.Event().wait(_LOOK_EVERY_S)

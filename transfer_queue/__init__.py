@@ -12,6 +12,7 @@ from transfer_queue import own_files as own_files  # which raises ImportError if
 # isort: off
 if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps both lists equal
     from transfer_queue.checkpoint.inspection import describe_checkpoint as describe_checkpoint
+    from transfer_queue.checkpoint.recorded import RecordedBatches as RecordedBatches
     from transfer_queue.checkpoint.remote import (
         remove_checkpoint as remove_checkpoint,
         upload_checkpoint as upload_checkpoint,
@@ -109,6 +110,7 @@ _MODULES = {
         *_KV, *(f"async_{name}" for name in _KV),
     ),
     "transfer_queue.checkpoint.inspection": ("describe_checkpoint",),
+    "transfer_queue.checkpoint.recorded": ("RecordedBatches",),
     "transfer_queue.checkpoint.remote": ("remove_checkpoint", "upload_checkpoint"),
     "transfer_queue.checkpoint.spool": ("spooled_checkpoint",),
     "transfer_queue.launch.serve": ("serve",),

@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_tq.queue_connection import wait_for_followers
 from lightning_tq.run import run_of
 from lightning_tq.stream import Stream
 
@@ -63,5 +64,6 @@ class PartitionSwitch(Callback):
             return
         trainer.strategy.barrier("lightning_tq_clear_finished")
         if trainer.is_global_zero:
+            wait_for_followers(run.client, finished)
             for name in finished:
                 run.client.clear_partition(name)

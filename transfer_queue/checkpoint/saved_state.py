@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from transfer_queue.checkpoint.files import DataFile, GrowingFile, SavedFile
 from transfer_queue.control.restoring import recut
-from transfer_queue.control.saved import SavedPartition, SavedQueue, decode, live_rows
+from transfer_queue.control.saved import SavedBatch, SavedPartition, SavedQueue, decode, live_rows
 from transfer_queue.errors import CheckpointError, CheckpointNotFoundError
 from transfer_queue.protocol import unpack_indexes
 from transfer_queue.storage.wire import IntArray
@@ -101,6 +101,11 @@ class SavedState:
                         f"the saved state of the queue can't be read: {self._path} ends within a slice."
                     )
                 yield decode(data)
+
+    def batches(self) -> Iterator[tuple[str, SavedBatch]]:
+        """The open batches of all tasks, each with its partition."""
+        for partition in (partition for saved in self.slices() for partition in saved.partitions):
+            yield from ((partition.name, batch) for task in partition.consumers for batch in task.ledger.entries)
 
     def samples(self) -> Iterator[SavedSamples]:
         """Those of each partition, in order."""

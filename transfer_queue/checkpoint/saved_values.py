@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 
 import msgspec
@@ -139,13 +139,15 @@ class SavedValues:
             CheckpointError: files are missing, changed, or of a newer version, or hold other samples.
         """
         manifest = _decoded(SavedFile(root, expected).whole())
-        self._blocks: list[tuple[str, BlockReader]] = []
+        self.blocks: dict[tuple[str, str], list[BlockReader]] = {}
+        """By partition and field."""
         self._nbytes: dict[tuple[str, str], int] = {}
         for partition, saved in zip_longest(manifest.partitions, state.samples()):
             if partition is None or saved is None or partition.name != saved.partition:
                 raise CheckpointError(f"{root / VALUES} is about other partitions than the saved state of the queue.")
-            self._blocks += _blocks(root / plain(partition.directory), partition, saved)
+            blocks = _blocks(root / plain(partition.directory), partition, saved)
             for field in partition.fields:
+                self.blocks[partition.name, field.name] = [block for name, block in blocks if name == field.name]
                 self._nbytes[partition.name, field.name] = sum(block.values.nbytes for block in field.blocks)
 
     def nbytes(self) -> dict[tuple[str, str], int]:
@@ -154,7 +156,7 @@ class SavedValues:
 
     def verify(self) -> None:
         """Read everything. Raises CheckpointError for the first file that differs from what was written."""
-        for _, block in self._blocks:
+        for block in chain.from_iterable(self.blocks.values()):
             for _ in block.chunks():
                 pass
 
@@ -162,7 +164,7 @@ class SavedValues:
         """Store everything, with ``shift`` added to every sample's index. Returns where the values lie."""
         stored = Places()
         most_nbytes = await _chunk_nbytes(storage)
-        for field, block in self._blocks:
+        for field, block in [(field, block) for (_, field), own in self.blocks.items() for block in own]:
             chunks = block.chunks(most_nbytes)
             while (chunk := await off_loop(next, chunks, None)) is not None:
                 samples, column = chunk

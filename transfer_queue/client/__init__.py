@@ -90,6 +90,7 @@ class TransferQueueClient(AsyncTransferQueueClient):
     reject = blocking(AsyncTransferQueueClient.async_reject)
     get_heads = blocking(AsyncTransferQueueClient.async_get_heads)
     save_checkpoint = blocking(AsyncTransferQueueClient.async_save_checkpoint)
+    save_batches = blocking(AsyncTransferQueueClient.async_save_batches)
     load_checkpoint = blocking(AsyncTransferQueueClient.async_load_checkpoint)
     save_controller_checkpoint = blocking(AsyncTransferQueueClient.async_save_controller_checkpoint)
     load_controller_checkpoint = blocking(AsyncTransferQueueClient.async_load_controller_checkpoint)

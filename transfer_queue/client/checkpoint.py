@@ -72,6 +72,38 @@ class Checkpoints(ClientBase):
             await off_loop(complete, staging.path, user, controller)
             await off_loop(staging.commit)
 
+    async def async_save_batches(self, directory: AnyPath, task_name: str) -> int:
+        """Save the batches that a task was given and has not acknowledged, then acknowledge them.
+
+        They are a checkpoint of these samples alone, with all their fields and tags, and the heads of their groups.
+
+        Returns:
+            How many batches.
+        Raises:
+            CheckpointError: it could not be written. Nothing new is left, and nothing is acknowledged.
+        Examples:
+            >>> client.register_task("copy", follows="sft")
+            >>> meta = client.put({"x": torch.arange(4)}, partition_id="train")
+            >>> first = {"dp_rank": 0, "batch_index": 0}
+            >>> batch = client.get_meta(["x"], 4, "train", task_name="sft", sampling_config=first)
+            >>> client.save_batches("runs/record/000000", "copy")
+            1
+        """
+        staging = Staging(directory)
+        staging.begin()
+        with staging:
+            async with self._frozen(staging.path / CONTROLLER, task_name) as controller:
+                await self._save_storage(staging.path)
+            await off_loop(complete, staging.path, {"task": task_name}, controller)
+            saved = await off_loop(lambda: list(SavedState(staging.path / CONTROLLER, controller).batches()))
+            await off_loop(staging.commit)
+        by_partition: dict[str, list[str]] = {}
+        for partition, batch in saved:
+            by_partition.setdefault(partition, []).append(batch.token)
+        for partition, tokens in by_partition.items():
+            await self.session.ask(p.Ack, p.Done, partition, task_name, tokens)
+        return len(saved)
+
     async def async_load_checkpoint(self, checkpoint_dir: AnyPath) -> None:
         """Replace the whole queue by a saved one; other storage units than it had then are no obstacle.
 
@@ -153,10 +185,10 @@ class Checkpoints(ClientBase):
     # ---- saving ----
 
     @asynccontextmanager
-    async def _frozen(self, path: Path) -> AsyncIterator[DataFile]:
+    async def _frozen(self, path: Path, task: str | None = None) -> AsyncIterator[DataFile]:
         """Write the queue's state to a new file. Inside, the values that belong to it stay as they are."""
         session, wait_s = self.session, self.session.timeout_s
-        freeze = p.Freeze(session.number(), wait_s)
+        freeze = p.Freeze(session.number(), wait_s, task)
         frozen = await session.send(freeze, p.Frozen, wait_s, keep=True)
         try:
             file, part = await off_loop(GrowingFile, path), 1

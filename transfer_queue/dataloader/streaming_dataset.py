@@ -254,7 +254,8 @@ class StreamingDataset(IterableDataset[Any]):
                 )
                 items = list(self._process(data, meta))
                 if self.head_fields is not None:
-                    items = with_heads(items, meta, client.get_heads(meta, self.head_fields))
+                    get_heads = getattr(self.fetch_batch_fn, "get_heads", client.get_heads)
+                    items = with_heads(items, meta, get_heads(meta, self.head_fields, client.storage_manager.layout))
                 has_groups = getattr(meta, "heads", None) is not None  # a user's function may give something else
                 yield Bundle(batch_index, items, start.micro_batch if rest else 0, has_groups)
                 del data, meta, items  # otherwise they would stay alive while waiting for the next batch

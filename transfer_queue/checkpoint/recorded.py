@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A record: the batches that a task was given, in directories that ``save_batches`` wrote, read without a queue."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from msgspec.structs import replace
+
+from transfer_queue.calls import Calls
+from transfer_queue.checkpoint.directory import is_checkpoint
+from transfer_queue.checkpoint.opened import Opened, reading
+from transfer_queue.client.base import to_meta
+from transfer_queue.control.ledger import Entry
+from transfer_queue.control.restoring import Restored
+from transfer_queue.control.serving import describe
+from transfer_queue.control.state import PlaneConfig, PlaneState
+from transfer_queue.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    EndOfPartitionError,
+    InvalidRequestError,
+    SampleClearedError,
+)
+from transfer_queue.metadata import BatchMeta
+from transfer_queue.metadata.field_schema import common_dtypes
+from transfer_queue.protocol import Indexes
+from transfer_queue.storage.pack import named_columns, values_of
+from transfer_queue.storage.unpack import from_rows, unpack
+from transfer_queue.storage.wire import PlacedColumns, WireColumn, select
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from transfer_queue.client import TransferQueueClient
+
+_MOST_OPEN = 2
+"""Directories that stay open. Ranks of one round are in one of them, and the next round may be in the next."""
+
+
+class _Segment:
+    """One directory. A control plane of its own describes the batches, so metadata is as the queue gave it."""
+
+    def __init__(self, path: Path) -> None:
+        opened, restored = Opened(path), Restored(PlaneState(PlaneConfig(), Calls()), 0, 0.0)
+        if opened.values is None:
+            raise CheckpointError(f"{path} has no values, so it is no part of a record.")
+        opened.values.verify()
+        for saved in opened.state.slices():
+            restored.add(saved)
+        self.partitions, self._blocks = restored.partitions, opened.values.blocks
+        self._fields: dict[tuple[str, str], tuple[list[WireColumn], dict[int, tuple[int, int]]]] = {}
+
+    def meta(
+        self, partition: str, indexes: Indexes, fields: Sequence[str] | None, entry: Entry | None = None
+    ) -> BatchMeta:
+        """Metadata of these samples, or heads. ``entry``: the batch that they are."""
+        own = self.partitions[partition]
+        rows = own.rows_of(indexes)
+        batch = describe(0, own, indexes, own.schema.fields_of(rows) if fields is None else list(fields), rows)
+        if entry is not None:
+            (task,) = own.consumers.values()
+            others = [task.ledger.get((rank, entry.key[1])) for rank in range(entry.dp_size or 1)]
+            most = max(len(each.indexes) for each in (*others, entry) if each is not None)
+            padding = None if entry.padding is None else entry.padding.tobytes()
+            batch = replace(batch, token=entry.token, batch_index=entry.key[1], padding=padding, most_rows=most)
+        return to_meta(batch)
+
+    def values(self, meta: BatchMeta, layout: str, allow_pickle: bool) -> TensorDict:
+        """As ``get_data`` gives them, where samples of different dtypes get a common one."""
+        placed = {name: self._placed(meta, name) for name in meta.field_names}
+        data = unpack(placed, meta.size, layout, allow_pickle)
+        common = common_dtypes(meta.field_schema, meta.global_indexes)
+        if not common:
+            return data
+        rows = {name: values_of(column, meta.size) for name, column in named_columns(data)}
+        cast = {name: [each.to(dtype) for each in rows[name]] for name, dtype in common.items()}
+        return from_rows({**rows, **cast}, meta.size, layout)
+
+    def _placed(self, meta: BatchMeta, name: str) -> PlacedColumns:
+        key = (meta.partition_ids[0], name)
+        if key not in self._fields:
+            blocks = self._blocks.get(key, [])
+            rows = [(at, row) for at, block in enumerate(blocks) for row in enumerate(block.samples.tolist())]
+            self._fields[key] = [block.mapped() for block in blocks], {index: (at, row) for at, (row, index) in rows}
+        columns, where = self._fields[key]
+        try:
+            found = np.array([where[index] for index in meta.global_indexes], np.int64)
+        except KeyError as error:
+            raise CheckpointError(f"sample {error} had no field {name!r} when it was recorded.") from None
+        return select(columns, found[:, 0], found[:, 1])
+
+
+class RecordedBatches:
+    """The batches of a record. As ``fetch_batch_fn`` of a StreamingDataset it replays them, without a queue's samples.
+
+    Examples:
+        >>> client.register_task("copy", follows="sft")
+        >>> meta = client.put({"x": torch.arange(4)}, partition_id="train")
+        >>> first = {"dp_rank": 0, "batch_index": 0}
+        >>> batch = client.get_meta(["x"], 2, "train", task_name="sft", sampling_config=first)
+        >>> saved = client.save_batches("runs/record/000000", "copy")
+        >>> data, meta = tq.RecordedBatches("runs/record").read("train", 0, 0)
+        >>> data["x"]
+        tensor([0, 1])
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        """Open a record, as far as it is written.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+            CheckpointError: a file of it is damaged.
+        """
+        self.directory = Path(directory)
+        self.rounds: dict[tuple[str, int], list[int | None]] = {}
+        """By (partition, batch), in the order in which they were given, the ranks that got a share."""
+        self._where: dict[tuple[str, int | None, int], Path] = {}
+        self._open: dict[Path, _Segment] = {}
+        self._dp_sizes: set[int] = set()
+        self._layout, self._allow_pickle = "dense", False
+        for path in sorted(path for path in self.directory.glob("[0-9]*") if is_checkpoint(path)):
+            with reading(path):
+                for partition, batch in Opened(path).state.batches():
+                    ranks = self.rounds.setdefault((partition, batch.batch_index), [])
+                    ranks += [] if batch.rank in ranks else [batch.rank]
+                    self._dp_sizes.add(batch.dp_size or 0)
+                    # A run that resumed from a checkpoint was given a batch again: the last time counts.
+                    self._where[partition, batch.rank, batch.batch_index] = path
+        if not self.rounds:
+            raise CheckpointNotFoundError(f"no record at {directory}: lightning-tq record has written nothing there.")
+
+    @property
+    def partitions(self) -> list[str]:
+        """Their names, in the order in which they were read."""
+        return list(dict.fromkeys(partition for partition, _ in self.rounds))
+
+    def check(self, fields: Sequence[str], dp_size: int, batch_size: int | None = None) -> None:
+        """Whether a run with these fields, ranks and rows per batch can be given these batches.
+
+        Raises:
+            InvalidRequestError: it can't; the text says what was recorded.
+        """
+        (partition, index), ranks = next(iter(self.rounds.items()))
+        _, meta = self.read(partition, ranks[0], index)
+        lacking = sorted(set(fields) - set(meta.field_names))
+        problem = ""
+        if self._dp_sizes - {0, dp_size}:
+            problem = f"is of {max(self._dp_sizes)} data-parallel ranks, and this run has {dp_size}"
+        elif lacking:
+            problem = f"lacks the field {', '.join(lacking)}; it has {', '.join(meta.field_names)}"
+        elif batch_size is not None and meta.size > batch_size:
+            problem = f"has batches of {meta.size} rows, and this stream has batch_size={batch_size}"
+        if problem:
+            raise InvalidRequestError(f"the record {self.directory} {problem}. Replay it as it was recorded.")
+
+    def read(
+        self, partition: str, rank: int | None, batch_index: int, fields: Sequence[str] | None = None
+    ) -> tuple[TensorDict, BatchMeta]:
+        """Values and metadata of one rank's batch.
+
+        Args:
+            fields: Names; None: all that every sample of it has.
+        Raises:
+            EndOfPartitionError: the record of this partition ends before this batch.
+            CheckpointError: the batch was not recorded, or its files are damaged.
+        """
+        path = self._path(partition, rank, batch_index)
+        with reading(path):
+            segment = self._segment(path)
+            (task,) = segment.partitions[partition].consumers.values()
+            entry = task.ledger.get((rank, batch_index))
+            assert entry is not None, "it is listed"
+            try:
+                meta = segment.meta(partition, entry.indexes, fields, entry)
+            except SampleClearedError as error:
+                raise CheckpointError(f"batch {batch_index} was cleared before it was recorded: {error}") from error
+            return segment.values(meta, self._layout, self._allow_pickle), meta
+
+    def get_heads(self, meta: BatchMeta, fields: Sequence[str] | None = None, layout: str = "dense") -> TensorDict:
+        """As the client's verb of this name, for a batch of this record."""
+        partition, heads = meta.partition_ids[0], np.array(list(dict.fromkeys(meta.heads or ())), np.int64)
+        rank = next(rank for rank in self.rounds[partition, meta.batch_index or 0])
+        segment = self._segment(self._path(partition, rank, meta.batch_index or 0))
+        return segment.values(segment.meta(partition, heads, fields), layout, self._allow_pickle)
+
+    def __call__(
+        self, tq_client: TransferQueueClient, data_fields: Sequence[str], partition_id: str,
+        sampling_config: Mapping[str, Any], batch_index: int,
+    ) -> tuple[TensorDict, BatchMeta]:  # fmt: skip
+        """What ``StreamingDataset(fetch_batch_fn=...)`` calls."""
+        storage = tq_client.storage_manager
+        self._layout, self._allow_pickle = storage.layout, bool(storage.config.get("allow_pickle", False))
+        return self.read(partition_id, sampling_config["dp_rank"], batch_index, data_fields)
+
+    def _path(self, partition: str, rank: int | None, batch_index: int) -> Path:
+        found = self._where.get((partition, rank, batch_index))
+        if found is not None:
+            return found
+        there = [index for name, own, index in self._where if (name, own) == (partition, rank)]
+        if there and batch_index > max(there):
+            raise EndOfPartitionError(f"the record {self.directory} of {partition!r} ends with batch {max(there)}.")
+        known = f"batches of it from {min(there)} to {max(there)}" if there else f"partitions {self.partitions}"
+        raise CheckpointError(
+            f"the record {self.directory} lacks batch {batch_index} of partition {partition!r} for rank {rank}. It has "
+            f"{known}. Where recording began later, resume the run from a checkpoint of that step."
+        )
+
+    def _segment(self, path: Path) -> _Segment:
+        if path not in self._open:
+            self._open = dict(list(self._open.items())[1 - _MOST_OPEN :])
+            self._open[path] = _Segment(path)
+        return self._open[path]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": {}}  # a worker process maps the files itself
