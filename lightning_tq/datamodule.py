@@ -28,6 +28,7 @@ from lightning_tq.stream import (
     StageStream,
     Stream,
     as_stream,
+    check_records,
     check_streams,
     check_tails,
     sampler_modules,
@@ -242,9 +243,10 @@ class TQDataModule(LightningDataModule):
     def _prepare(self, entry: str, topology: Topology, streams: list[StageStream]) -> SharedQueue:
         """The first rank's work before any rank may fetch."""
         check_tails(streams, topology.dp_size)
+        replays = check_records(streams, topology.dp_size, bool(self._producers))
         self.open()
         checkpoint = resume_path(self._own_trainer())
-        if entry == "fit" and checkpoint is not None:
+        if entry == "fit" and checkpoint is not None and not replays:
             restore_queue(self.client, checkpoint)
         self._partitions_at_start = self.client.get_partition_list()
         publishes = entry == "fit" and any(
@@ -258,6 +260,8 @@ class TQDataModule(LightningDataModule):
             if not (publishes and checkpoint is not None and each.stage == "train" and each.stream.draws_groups):
                 each.stream.register(self.client, topology.dp_size)
         assert self._group is not None
+        if replays:
+            self._group = ProducerGroup([])
         if self._group.runs_in(entry):
             self.client.expect_producers()  # an earlier run's have died, and these take seconds to start
         self._group.start(self.address, entry, self._connection.conf["key_file"])

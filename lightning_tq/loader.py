@@ -121,7 +121,7 @@ class StreamReader:
             config=run.conf, data_fields=stream.fields, partition_id="", task_name=stream.task,
             dp_rank=run.topology.dp_rank, **self._sizes, sampling_config=stream.sampling_config,
             prefetch=stream.prefetch, layout=stream.layout, timeout_s=stream.timeout_s, should_stop=run.has_stopped,
-            where=stream.where, head_fields=stream.head_fields,
+            where=stream.where, head_fields=stream.head_fields, fetch_batch_fn=stream.record,
         )  # fmt: skip
         self.dataset.reader = self
 

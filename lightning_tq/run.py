@@ -267,7 +267,8 @@ class Run:
         if self.training_ends(ahead):  # a user's partition() may not expect an epoch after the last
             return not set(reader.stream.variables) - {"stage"}
         # An optimizer step for the delivered batches may still follow, and change the template's result.
-        return progress.partition == self.partition_of(reader, ahead, 1 if progress.taken else 0)
+        following, record = self.partition_of(reader, ahead, 1 if progress.taken else 0), reader.stream.record
+        return progress.partition == following or (record is not None and following not in record.partitions)
 
     # ---- partitions ----
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
+from functools import cached_property
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_tq.checks import check_choice, check_int, nearest
-from transfer_queue import BaseSampler, GroupSampler, parse_filter
+from transfer_queue import BaseSampler, GroupSampler, RecordedBatches, parse_filter
 from transfer_queue.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -82,6 +83,9 @@ class Stream:
     the accelerator's memory for one more batch. No effect without one."""
     sampling_config: dict[str, Any] | None = None
     """More keyword arguments for the sampler, sent with every fetch."""
+    replay_from: str | None = None
+    """A directory that ``lightning-tq record`` wrote: train the recorded batches again, in their order, without
+    producers. Fields, partition, batch_size and data-parallel ranks must be as they were."""
     where: str | None = None
     """Read only samples whose tags match, such as "policy_version >= 7 and env == 'math'". The others stay for other
     streams, and clear_consumed never deletes them. Default: all samples."""
@@ -153,6 +157,11 @@ class Stream:
             sampler = sampler.for_ranks(dp_size)
             sampler.check(self.batch_size or 0, dp_size)
         client.register_task(self.task, sampler, dp_size, self.tail)
+
+    @cached_property
+    def record(self) -> RecordedBatches | None:
+        """What ``replay_from`` names. Raises CheckpointNotFoundError if there is nothing."""
+        return None if self.replay_from is None else RecordedBatches(self.replay_from)
 
     @property
     def draws_groups(self) -> bool:
@@ -271,6 +280,24 @@ def check_tails(streams: Sequence[StageStream], dp_size: int) -> None:
                 f"stream {each.label!r}: tail='uneven_ok' can end the stream on one of {dp_size} ranks before the "
                 f"others, which would then wait forever in their next collective. Use 'drop' or 'pad'."
             )
+
+
+def check_records(streams: Sequence[StageStream], dp_size: int, has_producers: bool) -> bool:
+    """Whether all these streams replay records, so that no producers and no saved queue are needed.
+
+    Raises:
+        InvalidRequestError: a record doesn't fit its stream, or producers would feed replayed and other streams.
+    """
+    replaying = [each for each in streams if each.stream.replay_from is not None]
+    for own in [each.stream for each in replaying]:
+        RecordedBatches(str(own.replay_from)).check(own.fields, dp_size, own.batch_size)
+    others = [each.label for each in streams if each not in replaying]
+    if replaying and others and has_producers:
+        raise InvalidRequestError(
+            f"stream {replaying[0].label!r} replays a record, and {others[0]!r} doesn't. Producers would feed both, "
+            f"and nobody would read what they put for the first. Set replay_from for all streams, or omit the others."
+        )
+    return bool(replaying) and not others
 
 
 def check_streams(streams: Mapping[str, Sequence[Stream]], train_acks: bool) -> None:

@@ -73,6 +73,10 @@ class FitReport(Callback):
         if run is None or not self._batches:
             return
         elapsed, waited = self._clock.read(run.train_reader().waited_s)
+        record = run.train_reader().stream.replay_from
+        if record is not None:
+            rank_zero_info(f"Replayed {counted(self._batches, 'batch', 'batches')} of {record} in {elapsed:.1f} s.")
+            return
         limit = Finding.of_training(elapsed, waited)
         limit = replace(limit, to_do=tuple(_advice(run.train_reader().stream, limit)))
         rank_zero_info(

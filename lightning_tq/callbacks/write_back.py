@@ -98,6 +98,8 @@ class WriteBack(Callback):
         run = run_of(trainer)
         if not run.topology.is_reader:
             return  # another rank of the group writes the same values
+        if run.of_stage(stage)[loader].stream.replay_from is not None:
+            return  # the samples are in no queue
         if trainer.state.fn != TrainerFn.FITTING:
             put_back(run.client, meta_of(batch), values)
             return

@@ -23,6 +23,9 @@ COMMANDS = {
     "clients": ("List a queue's clients, and what each holds.", "queue_commands", "clients"),
     "evict": ("End the session of a client that hangs.", "queue_commands", "evict"),
     "forget-task": ("Keep no samples any more for a task that never reads again.", "queue_commands", "forget_task"),
+    "record": ("Write what a task is given to files, while it trains.", "record_commands", "record"),
+    "records": ("Show what a record holds, or which samples one step trained.", "record_commands", "records"),
+    "simulate": ("Run the producers of a YAML file against steps that only sleep.", "record_commands", "simulate"),
     "doctor": ("Say what is wrong with this environment and a queue, and what mends it.", "queue_commands", "doctor"),
     "checkpoint": ("Look into a saved queue, or verify it.", "checkpoint_command", "main"),
 }

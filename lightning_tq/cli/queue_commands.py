@@ -55,7 +55,7 @@ def _main(name: str, args: Sequence[str]) -> int:
         add_dashboard_options(parser)
     elif act is _clients:
         parser.add_argument("--json", action="store_true", help="Print a JSON object.")
-    return _run_joined(act, parser.parse_args(args))
+    return run_joined(act, parser.parse_args(args))
 
 
 def _seconds(text: str) -> float:
@@ -65,7 +65,7 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _run_joined(act: Callable[[argparse.Namespace, str], int], options: argparse.Namespace) -> int:
+def run_joined(act: Callable[[argparse.Namespace, str], int], options: argparse.Namespace) -> int:
     """Join the queue as a client, and act there. Returns the exit code."""
     address = options.address or os.environ.get("TQ_ADDRESS")
     if not address:

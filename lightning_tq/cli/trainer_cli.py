@@ -8,7 +8,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -170,15 +170,16 @@ def _config_files(args: Sequence[str]) -> Iterator[tuple[Path, str]]:
             yield path, keys[name]
 
 
-def run(args: Sequence[str]) -> int:
+def run(args: Sequence[str] | None, make: Callable[[], TQCLI] = TQCLI) -> int:
     """Run a Trainer's subcommand. Returns the exit code: 0, 1 for a failed run, 2 for a wrong configuration."""
-    sys.argv = [sys.argv[0], *args]  # ranks in new processes get these arguments
+    if args is not None:
+        sys.argv = [sys.argv[0], *args]  # ranks in new processes get these arguments
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)  # a configuration may name modules of the current directory
     try:
         sys.path.extend(str(path.parent.resolve()) for path, _ in _config_files(sys.argv[1:]))  # or those next to it
-        cli = TQCLI()
+        cli = make()
     except (ConfigError, SamplerError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

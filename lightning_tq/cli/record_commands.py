@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The subcommands ``record`` and ``records``: write what a task is given to files, and look at it there."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_tq.checks import counted
+from lightning_tq.cli.queue_commands import run_joined
+from transfer_queue.errors import QueueUnreachableError, TransferQueueError
+
+if TYPE_CHECKING:
+    from transfer_queue import RecordedBatches, TransferQueueClient
+
+_POLL_S = 0.25
+_EVERY_S = 2.0
+"""Seconds between two directories. Until a batch is written, the queue keeps its samples."""
+_SHARE = 10
+"""Writing takes at most one second in so many, unless a put waits for room."""
+_TELL_EVERY_S = 10.0
+_FEW = 8
+"""Tensors of up to so many numbers are shown."""
+_NOT_FOUND = 2
+
+
+# ---- record ----
+
+
+def record(args: Sequence[str]) -> int:
+    """Write the batches that a task of a running queue is given to a directory: values, tags, and who got which when.
+
+    It takes nothing from the task, but the queue keeps its samples until they are written, for some seconds. It ends
+    with the task's last partition, with the queue, or with Ctrl-C, and what was written stays readable however it ends.
+    If it is killed, the queue keeps later batches for it: start it again with the same directory, or end that with
+    "lightning-tq forget-task". Batches that the task had finished before it started are not there.
+    """
+    parser = argparse.ArgumentParser("lightning-tq record", description=record.__doc__, allow_abbrev=False)
+    parser.add_argument("address", metavar="ADDRESS", help="Address of the queue, which a run prints.")
+    parser.add_argument("directory", metavar="DIR", type=Path, help="Where to write. An earlier record is continued.")
+    parser.add_argument("--task", required=True, metavar="TASK", help="Name of the task, as in Stream(task=...).")
+    return run_joined(_record, parser.parse_args(args))
+
+
+def _record(options: argparse.Namespace, address: str) -> int:
+    import transfer_queue as tq
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    return _Recorder(tq.get_client(), options.task, options.directory.resolve()).run()
+
+
+class _Recorder:
+    def __init__(self, client: TransferQueueClient, task: str, directory: Path) -> None:
+        self._client, self._task, self._directory = client, task, directory
+        self._own = f"record:{task}:{directory}"
+        self._number = 1 + max((int(path.name) for path in directory.glob("[0-9]*") if path.name.isdigit()), default=-1)
+        self._written = self._behind = 0
+        self._due = self._tell_at = 0.0
+
+    def run(self) -> int:
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                self._follow()
+            self._save()
+            self._client.forget_task(self._own)
+        except QueueUnreachableError:
+            lost = f" {counted(self._behind, 'batch', 'batches')} may be missing." if self._behind else ""
+            print(f"The queue has ended.{lost}")
+        print(f"{counted(self._written, 'batch', 'batches')} written to {self._directory}", flush=True)
+        return 0
+
+    def _follow(self) -> None:
+        """Until the task ends."""
+        known = {task for each in self._look()["partitions"].values() for task in each["tasks"]} - {self._own}
+        nothing = "" if self._task in known else f"; it has read nothing yet, others have: {sorted(known)}"
+        print(f"Recording task {self._task!r} to {self._directory}{nothing}", flush=True)
+        while not self._has_ended(stats := self._look()):
+            if time.monotonic() >= self._due or any(wait["writer"] for wait in stats["waiting"]):
+                self._save()
+            if time.monotonic() >= self._tell_at:
+                self._tell_at = time.monotonic() + _TELL_EVERY_S
+                print(f"{counted(self._written, 'batch', 'batches')} written, {self._behind} to write", flush=True)
+            threading.Event().wait(_POLL_S)
+
+    def _look(self) -> dict[str, Any]:
+        # Each time, because the queue may have been replaced by the one of a checkpoint.
+        self._client.register_task(self._own, follows=self._task)
+        stats = self._client.get_stats()
+        tasks = [each["tasks"] for each in stats["partitions"].values()]
+        self._behind = sum(each[self._own]["in_flight"] for each in tasks if self._own in each)
+        return stats
+
+    def _has_ended(self, stats: dict[str, Any]) -> bool:
+        read = [each["tasks"][self._task] for each in stats["partitions"].values() if self._task in each["tasks"]]
+        readers = f"StreamingDataset_{self._task}_"
+        return (
+            bool(read)
+            and all(each["ended"] for each in read)
+            and not any(name.startswith(readers) for name in stats["clients"])
+        )
+
+    def _save(self) -> None:
+        """What is to be written, if there is anything."""
+        started = time.monotonic()
+        if self._behind:
+            self._written += self._client.save_batches(self._directory / f"{self._number:06}", self._own)
+            self._number, self._behind = self._number + 1, 0
+            self._due = time.monotonic() + max(_EVERY_S, (_SHARE - 1) * (time.monotonic() - started))
+
+
+# ---- records ----
+
+
+def records(args: Sequence[str]) -> int:
+    """Show what a record holds, or the samples that one step trained: their tags, versions, texts and small fields.
+
+    A step is one batch of every data-parallel rank. They are counted from 0, as trainer.global_step is where each batch
+    is one optimizer step.
+    """
+    parser = argparse.ArgumentParser("lightning-tq records", description=records.__doc__, allow_abbrev=False)
+    parser.add_argument("directory", metavar="DIR", help="What lightning-tq record wrote.")
+    parser.add_argument("--step", type=int, metavar="N", help="Show the samples of this step.")
+    parser.add_argument("--partition", metavar="NAME", help="Count the batches of this partition only.")
+    parser.add_argument("--json", action="store_true", help="Print a JSON object per sample, or one for the record.")
+    options = parser.parse_args(args)
+    import transfer_queue as tq
+
+    try:
+        found = tq.RecordedBatches(options.directory)
+        rounds = [each for each in found.rounds if options.partition in (None, each[0])]
+        first = next((index for _, index in rounds), 0)  # the record may have begun later than the task
+        if options.step is not None and not first <= options.step < first + len(rounds):
+            raise tq.CheckpointNotFoundError(
+                f"{found.directory} has no step {options.step}. It has {len(rounds)} from {first} on, of the "
+                f"partitions {found.partitions}."
+            )
+        whole = options.step is None
+        shown = _summary(found, rounds, first) if whole else _samples(found, *rounds[options.step - first])
+        _show(list(shown), options.json)
+    except TransferQueueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return _NOT_FOUND
+    return 0
+
+
+def _summary(found: RecordedBatches, rounds: list[tuple[str, int]], first: int) -> Iterator[dict[str, Any]]:
+    """A row per partition."""
+    for name in dict.fromkeys(partition for partition, _ in rounds):
+        at = [number for number, (partition, _) in enumerate(rounds, first) if partition == name]
+        own = [index for partition, index in rounds if partition == name]
+        gaps = max(own) - min(own) + 1 - len(own)
+        _, meta = found.read(name, found.rounds[name, own[0]][0], own[0])
+        yield {
+            "partition": name, "steps": f"{at[0]} to {at[-1]}", "batches": f"{min(own)} to {max(own)}",
+            "lacking": gaps or None, "ranks": len(found.rounds[name, own[0]]), "rows": meta.size,
+            "fields": ", ".join(meta.field_names),
+        }  # fmt: skip
+
+
+def _samples(found: RecordedBatches, partition: str, index: int) -> Iterator[dict[str, Any]]:
+    """A row per sample."""
+    for rank in found.rounds[partition, index]:
+        data, meta = found.read(partition, rank, index)
+        for row in range(meta.size):
+            tags = {name: tag for name, tag in meta.custom_meta[row].items() if not name.startswith("group.")}
+            fields = {name: _plain(data[name][row]) for name in meta.field_names}
+            group = {} if meta.heads is None else {"group": meta.heads[row]}
+            versions = (
+                {"version": meta.group_versions[group["group"]]} if group.get("group") in meta.group_versions else {}
+            )
+            named = {"partition": partition, "batch": index, "rank": rank, "sample": meta.global_indexes[row]}
+            yield {**named, **group, **versions, **tags, **fields}
+
+
+def _plain(value: Any) -> Any:
+    """A small value itself; of a large tensor its dtype and shape."""
+    if not hasattr(value, "numel"):
+        return value if isinstance(value, (str, int, float, bool)) else str(value)
+    return value.tolist() if value.numel() <= _FEW else f"{str(value.dtype)[6:]} {list(value.shape)}"
+
+
+def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from lightning_tq.queue_report import show
+
+    if as_json:
+        print("\n".join(json.dumps(row) for row in rows))
+        return
+    names = dict.fromkeys(name for row in rows for name, value in row.items() if value is not None)
+    table = Table(*names, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for row in rows:
+        table.add_row(*(Text(_cell(row.get(name))) for name in names))
+    show(table)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_cell, value))}]"
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

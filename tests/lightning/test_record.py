@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A record holds what a task was given, whoever ends when; a Trainer that replays it trains the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import stream
+from lightning.pytorch import LightningModule
+from producing import fill, rows
+
+import transfer_queue as tq
+from lightning_tq import Producer, Stream, TQDataModule
+from tests.console import lightning_tq
+from tests.lightning.conftest import ROOT
+from transfer_queue.errors import InvalidRequestError
+
+pytestmark = pytest.mark.timeout(600)
+
+
+class Noting(LightningModule):
+    """Notes all that a step gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(4, 1)
+        self.noted: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        data, meta = batch
+        heads = None if batch.heads is None else batch.heads["number"].tolist()
+        self.noted.append((
+            meta.partition_ids, meta.global_indexes, meta.custom_meta, meta.batch_index, meta.heads,
+            meta.group_versions, heads, data["x"].tolist(), list(data["text"]),
+        ))  # fmt: skip
+        loss: torch.Tensor = self.layer(data["x"] / 100).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.layer.parameters(), lr=0.01)
+
+
+@contextmanager
+def recorder(address: str, directory: Path, task: str = "learn") -> Iterator[subprocess.Popen[str]]:
+    """The command in a process, which has said that it records."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lightning_tq", "record", address, str(directory), "--task", task],
+        stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline().startswith(f"Recording task {task!r}")
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def weights(model: LightningModule) -> list[list[float]]:
+    return [parameter.flatten().tolist() for parameter in model.parameters()]
+
+
+def replayed(trainer: Callable[..., Any], directory: Path, **options: Any) -> Noting:
+    model = Noting()
+    with TQDataModule(train=stream(**options, replay_from=str(directory))) as datamodule:
+        trainer(max_epochs=9).fit(model, datamodule)
+    return model
+
+
+PRODUCED = Producer(target="producing:produce_epochs", args={"epochs": 2, "train": 20, "val": 0})
+
+
+def test_a_replay_trains_the_same_batches_to_the_same_weights_without_producers(
+    tmp_path: Path, trainer: Callable[..., Any]
+) -> None:
+    read = {"partition": "train@{epoch}", "micro_batch_size": 2}
+    queue = {"units": 1, "total_storage_size": 12}  # so it also stands still where the recorder held it up for ever
+    model = Noting()
+    datamodule = TQDataModule(train=stream(**read, clear_consumed=True), queue=queue, producers=[PRODUCED])
+    with datamodule, recorder(datamodule.address, tmp_path / "record") as process:
+        trainer(max_epochs=2).fit(model, datamodule)
+        datamodule.close()  # waits for the recorder
+        said, _ = process.communicate()
+    assert "10 batches written" in said
+    assert len(model.noted) == 20
+    again = replayed(trainer, tmp_path / "record", **read)
+    assert again.noted == model.noted
+    assert weights(again) == weights(model)
+
+
+def test_groups_are_replayed_with_their_heads_and_versions(tmp_path: Path, trainer: Callable[..., Any]) -> None:
+    producers = [
+        Producer(target="producing:feed_numbers", args={"count": 8}),
+        Producer(target="producing:work_on_groups"),
+    ]
+    sampler = tq.GroupSampler(groups=2)
+    read = {"batch_size": None, "head_fields": ["number"]}
+    model = Noting()
+    datamodule = TQDataModule(train=stream(**read, sampler=sampler), queue={"units": 1}, producers=producers)
+    with datamodule, recorder(datamodule.address, tmp_path / "record") as process:
+        trainer().fit(model, datamodule)
+        datamodule.close()
+        process.communicate()
+    assert [len(noted[6]) for noted in model.noted] == [2, 2, 2, 2]
+    assert replayed(trainer, tmp_path / "record", **read, sampler=sampler).noted == model.noted
+
+
+def client_of(data: Callable[..., TQDataModule]) -> tq.TransferQueueClient:
+    return data(train=stream()).client
+
+
+def take(client: tq.TransferQueueClient, number: int, rank: int = 0) -> Any:
+    of = {"dp_rank": rank, "batch_index": number}
+    return client.get_meta(["x", "text"], 2, "train", task_name="learn", sampling_config=of, timeout_s=30)
+
+
+def test_what_a_killed_recorder_wrote_is_readable_and_the_next_one_goes_on_without_a_gap(
+    tmp_path: Path, data: Callable[..., TQDataModule]
+) -> None:
+    client, directory = client_of(data), tmp_path / "record"
+    client.register_task("learn", dp_size=1)
+    fill(client, "train", 8)
+    with recorder(tq.init()["address"], directory) as process:
+        client.ack(take(client, 0), "learn")
+        while client.get_stats()["partitions"]["train"]["tasks"][f"record:learn:{directory}"]["in_flight"]:
+            pass
+        process.send_signal(signal.SIGKILL)
+    (directory / "000001.tmp").mkdir()  # what it would have left, had it been writing
+    assert list(tq.RecordedBatches(directory).rounds) == [("train", 0)]
+    given = [take(client, number) for number in (1, 2)]
+    for meta in given:
+        client.ack(meta, "learn")
+    assert client.clear_consumed("train") == 2, "the queue keeps what is not recorded"
+    with recorder(tq.init()["address"], directory) as process:
+        process.send_signal(signal.SIGTERM)
+        process.communicate()
+    found = tq.RecordedBatches(directory)
+    assert list(found.rounds) == [("train", 0), ("train", 1), ("train", 2)]
+    assert [found.read("train", 0, number)[1].global_indexes for number in (1, 2)] == [
+        meta.global_indexes for meta in given
+    ]
+    assert set(client.get_stats()["partitions"]["train"]["tasks"]) == {"learn"}, "it holds nothing any more"
+
+
+def test_each_rank_is_given_its_own_share_again_and_another_number_of_ranks_is_refused(
+    tmp_path: Path, data: Callable[..., TQDataModule]
+) -> None:
+    client = client_of(data)
+    client.register_task("learn", "RankAwareSampler", 2, "drop")
+    client.register_task("copy", follows="learn")
+    fill(client, "train", 8)
+    given = [(rank, take(client, number, rank)) for number in (0, 1) for rank in (0, 1)]
+    assert client.save_batches(tmp_path / "record" / "000000", "copy") == 4
+    record = tq.RecordedBatches(tmp_path / "record")
+    for rank in (0, 1):
+        dataset = tq.StreamingDataset(
+            tq.init(), 2, 2, ["x", "text"], "train", "learn", rank, dp_size=2, fetch_batch_fn=record
+        )
+        shares = [meta.global_indexes for _, meta in dataset]
+        dataset.close()
+        assert shares == [meta.global_indexes for own, meta in given if own == rank]
+    with pytest.raises(InvalidRequestError, match="of 2 data-parallel ranks, and this run has 1"):
+        record.check(["x"], 1)
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, data: Callable[..., TQDataModule]) -> Path:
+    """Two batches of "train", of 4 and 2 samples."""
+    client = client_of(data)
+    client.register_task("learn", dp_size=1, tail="uneven_ok")
+    client.register_task("copy", follows="learn")
+    tags = [{"policy_version": number // 2, "reward": number / 4} for number in range(6)]
+    client.put(rows(6), partition_id="train", tags=tags)
+    client.seal_partition("train")
+    for number in (0, 1):
+        of = {"dp_rank": 0, "batch_index": number}
+        client.get_meta(["x", "text"], 4, "train", task_name="learn", sampling_config=of)
+    client.save_batches(tmp_path / "record" / "000000", "copy")
+    tq.close()
+    return tmp_path / "record"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"batch_size": 2}, "has batches of 4 rows, and this stream has batch_size=2"),
+        ({"fields": ["x", "reward"]}, "lacks the field reward; it has text, x"),
+    ],
+)
+def test_a_stream_that_differs_from_its_record_is_refused(
+    recorded: Path, trainer: Callable[..., Any], options: dict[str, Any], said: str
+) -> None:
+    read = {"partition": "train", "task": "learn", "fields": ["x"], "batch_size": 4, **options}
+    with (
+        pytest.raises(InvalidRequestError, match=said),
+        TQDataModule(train=Stream(**read, replay_from=str(recorded))) as datamodule,
+    ):
+        trainer().fit(Noting(), datamodule)
+
+
+def test_a_partition_that_was_not_recorded_is_an_error_that_names_those_that_were(
+    recorded: Path, trainer: Callable[..., Any]
+) -> None:
+    with pytest.raises(tq.CheckpointError, match=r"lacks batch 0 of partition 'other'.*partitions \['train'\]"):
+        replayed(trainer, recorded, partition="other")
+
+
+def test_producers_that_would_also_feed_a_stream_that_is_not_replayed_are_refused(
+    recorded: Path, trainer: Callable[..., Any]
+) -> None:
+    train, val = stream(replay_from=str(recorded)), stream("val", "evaluate")
+    with (
+        pytest.raises(InvalidRequestError, match="'train' replays a record, and 'val' doesn't"),
+        TQDataModule(train=train, val=val, producers=[PRODUCED]) as datamodule,
+    ):
+        trainer().fit(Noting(), datamodule)
+
+
+def test_a_damaged_record_is_refused(recorded: Path) -> None:
+    values = next((recorded / "000000").rglob("*-x.npy"))
+    values.write_bytes(values.read_bytes()[:-1] + b"?")
+    with pytest.raises(tq.CheckpointError, match="was changed since it was written"):
+        tq.RecordedBatches(recorded).read("train", 0, 0)
+
+
+def test_records_shows_which_samples_a_step_trained(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert lightning_tq(["records", str(recorded), "--step", "1", "--json"]) == 0
+    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert shown == [
+        {
+            "partition": "train", "batch": 1, "rank": 0, "sample": number, "policy_version": 2, "reward": number / 4,
+            "text": f"row {number}", "x": [float(number)] * 4,
+        }
+        for number in (4, 5)
+    ]  # fmt: skip
+    assert lightning_tq(["records", str(recorded)]) == 0
+    assert capsys.readouterr().out.split()[6:] == ["train", "0", "to", "1", "0", "to", "1", "1", "4", "text,", "x"]
+    assert lightning_tq(["records", str(recorded), "--step", "7"]) == 2
+    assert "has no step 7. It has 2 from 0 on" in capsys.readouterr().err
+    assert lightning_tq(["records", str(recorded / "nowhere")]) == 2
+    assert "no record at" in capsys.readouterr().err
