@@ -31,10 +31,13 @@ def simulate(args: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser("lightning-tq simulate", description=simulate.__doc__, allow_abbrev=False)
     parser.add_argument("--step-s", type=float, required=True, metavar="SECONDS", help="Length of an optimizer step.")
+    config = "YAML file of a run. Can be repeated; later files win."
+    parser.add_argument("--config", "-c", action="append", default=[], metavar="FILE", help=config)
     options, others = parser.parse_known_args(args)
+    files = [word for path in options.config for word in ("--config", path)]
     warnings.filterwarnings("ignore", "LightningCLI's args parameter is intended")
     sys.argv = [sys.argv[0], "simulate", *args]  # ranks in new processes get these arguments
-    return run(None, partial(_SimulateCLI, options.step_s, ["fit", *others]))
+    return run(None, partial(_SimulateCLI, options.step_s, ["fit", *files, *others]))
 
 
 class _SimulateCLI(TQCLI):
