@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The subcommands ``record`` and ``records``: write what a task is given to files, and look at it there."""
+"""The subcommands ``record``, ``records`` and ``simulate``: what a task is given in files; a fit that only sleeps."""
 
 from __future__ import annotations
 
@@ -207,3 +207,26 @@ def _cell(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_cell, value))}]"
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+# ---- simulate ----
+
+
+def simulate(args: Sequence[str]) -> int:
+    """Run the producers of a configuration, and sleep instead of training.
+
+    Options are those of "lightning-tq fit". The model is made and its first weights are published, but each optimizer
+    step only sleeps. Everything is on this host's CPU, with as many ranks as trainer.devices says. There are no
+    validation results, checkpoints and loggers, and of the callbacks only those that pace producers. It ends with the
+    same paragraph as a fit: whether training or generation was the bottleneck.
+    """
+    parser = argparse.ArgumentParser("lightning-tq simulate", description=simulate.__doc__, allow_abbrev=False)
+    parser.add_argument("--step-s", type=float, required=True, metavar="SECONDS", help="Length of an optimizer step.")
+    config = "YAML file of a run. Can be repeated; later files win."
+    parser.add_argument("--config", "-c", action="append", default=[], metavar="FILE", help=config)
+    options, others = parser.parse_known_args(args)
+    files = [word for path in options.config for word in ("--config", path)]
+    sys.argv = [sys.argv[0], "simulate", *args]  # ranks in new processes get these arguments
+    from lightning_tq.cli.simulate_command import run_sleeping
+
+    return run_sleeping(options.step_s, [*files, *others])

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 import threading
 import warnings
 from collections.abc import Sequence
@@ -21,23 +19,10 @@ from lightning_tq.callbacks.queue_monitor import QueueMonitor
 from lightning_tq.cli.trainer_cli import TQCLI, run
 
 
-def simulate(args: Sequence[str]) -> int:
-    """Run the producers of a configuration, and sleep instead of training.
-
-    Options are those of "lightning-tq fit". The model is made and its first weights are published, but each optimizer
-    step only sleeps. Everything is on this host's CPU, with as many ranks as trainer.devices says. There are no
-    validation results, checkpoints and loggers, and of the callbacks only those that pace producers. It ends with the
-    same paragraph as a fit: whether training or generation was the bottleneck.
-    """
-    parser = argparse.ArgumentParser("lightning-tq simulate", description=simulate.__doc__, allow_abbrev=False)
-    parser.add_argument("--step-s", type=float, required=True, metavar="SECONDS", help="Length of an optimizer step.")
-    config = "YAML file of a run. Can be repeated; later files win."
-    parser.add_argument("--config", "-c", action="append", default=[], metavar="FILE", help=config)
-    options, others = parser.parse_known_args(args)
-    files = [word for path in options.config for word in ("--config", path)]
+def run_sleeping(step_s: float, args: Sequence[str]) -> int:
+    """``args``: those of a fit. Returns the exit code."""
     warnings.filterwarnings("ignore", "LightningCLI's args parameter is intended")
-    sys.argv = [sys.argv[0], "simulate", *args]  # ranks in new processes get these arguments
-    return run(None, partial(_SimulateCLI, options.step_s, ["fit", *files, *others]))
+    return run(None, partial(_SimulateCLI, step_s, ["fit", *args]))
 
 
 class _SimulateCLI(TQCLI):
