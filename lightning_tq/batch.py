@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -162,9 +162,19 @@ class UnfetchedBatch:
         return self.fetch().to(device, non_blocking=non_blocking)
 
 
+def queue_batch(batch: Any) -> TQBatch | None:
+    """The batch of a stream: this one, or one among those that a CombinedLoader yields together."""
+    if isinstance(batch, TQBatch):
+        return batch
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    return next((found for part in parts if (found := queue_batch(part)) is not None), None)
+
+
 def meta_of(batch: Any) -> BatchMeta:
-    """The metadata of a batch, also of one that a transfer hook turned into a tuple."""
-    meta = batch[1] if isinstance(batch, Sequence) or hasattr(batch, "meta") else None
+    """The metadata of a batch, also of one among others, or that a transfer hook turned into a tuple."""
+    found = queue_batch(batch)
+    pair = isinstance(batch, Sequence) and len(batch) > 1
+    meta = found.meta if found is not None else batch[1] if pair else None
     if not isinstance(meta, BatchMeta):
         raise InvalidRequestError(
             f"the batch is a {type(batch).__name__} without BatchMeta, so its samples are unknown. A hook that changes "

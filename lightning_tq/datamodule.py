@@ -37,6 +37,7 @@ from lightning_tq.stream import (
 from lightning_tq.topology import Rank, Topology, run_on_every_rank, run_on_rank_zero, trainer_topology
 from lightning_tq.trainer_compat import (
     callbacks_of,
+    check_checkpoints,
     check_shares,
     check_slots,
     ignore_harmless_warnings,
@@ -242,19 +243,20 @@ class TQDataModule(LightningDataModule):
 
     def _prepare(self, entry: str, topology: Topology, streams: list[StageStream]) -> SharedQueue:
         """The first rank's work before any rank may fetch."""
+        trainer = self._own_trainer()
         check_tails(streams, topology.dp_size)
         replays = check_records(streams, topology.dp_size, bool(self._producers))
         self.open()
-        checkpoint = resume_path(self._own_trainer())
+        checkpoint = resume_path(trainer)
+        if entry == "fit" and self._ack in ("auto", "checkpoint"):
+            check_checkpoints(trainer, streams, topology.dp_size, self.client.get_stats()["capacity"])
         if entry == "fit" and checkpoint is not None and not replays:
             restore_queue(self.client, checkpoint)
         self._partitions_at_start = self.client.get_partition_list()
-        publishes = entry == "fit" and any(
-            isinstance(each, PublishWeights) for each in callbacks_of(self._own_trainer())
-        )
+        publishes = entry == "fit" and any(isinstance(each, PublishWeights) for each in callbacks_of(trainer))
         if publishes and checkpoint is None:
-            pattern = self._switch(self._own_trainer()).pattern(self._streams["train"][0], "train")
-            self.client.advance(pattern, self._own_trainer().global_step, resumed=True)
+            pattern = self._switch(trainer).pattern(self._streams["train"][0], "train")
+            self.client.advance(pattern, trainer.global_step, resumed=True)
         for each in streams:
             # Groups can be leased once their task is there, and must not be before a resumed run knows its version.
             if not (publishes and checkpoint is not None and each.stage == "train" and each.stream.draws_groups):
@@ -265,7 +267,7 @@ class TQDataModule(LightningDataModule):
         if self._group.runs_in(entry):
             self.client.expect_producers()  # an earlier run's have died, and these take seconds to start
         self._group.start(self.address, entry, self._connection.conf["key_file"])
-        return SharedQueue.of(self._own_trainer(), self._connection)
+        return SharedQueue.of(trainer, self._connection)
 
     def _join(self, shared: SharedQueue) -> None:
         """Every rank's work after that."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from lightning_tq.batch import TQBatch, UnfetchedBatch
+from lightning_tq.batch import TQBatch, UnfetchedBatch, queue_batch
 from lightning_tq.device_copies import DeviceCopies
 from lightning_tq.progress import AckRule, Position, Progress
 from lightning_tq.stream import StageStream
@@ -106,6 +106,8 @@ class StreamReader:
         """Starts the copy of each delivered batch to the device."""
         self.on_partition: Callable[[str], None] | None = None
         """Called with the partition that an iterator starts to read."""
+        self.before_batch: Callable[[], None] | None = None
+        """Called before the stream waits for a batch, when the iterator has started."""
 
         self._run = run
         rule = replace(run.ack_rule, ack="never") if self.replay else run.ack_rule
@@ -221,6 +223,8 @@ class StreamReader:
             items = iterator.items  # the first access starts it
             if self.progress.taken == self.stream.num_batches:
                 raise StopIteration
+            if self.before_batch is not None:
+                self.before_batch()
             return next(items)
         except StopIteration:
             if self.progress.taken or not self._has_next_epoch():
@@ -251,7 +255,8 @@ class StreamReader:
 
     def note_trained(self, batch: Any, stepped: bool) -> None:
         """This micro-batch was trained. ``stepped``: an optimizer step followed it."""
-        self.progress.train(batch.position if isinstance(batch, TQBatch) else None)
+        own = queue_batch(batch)
+        self.progress.train(None if own is None else own.position)
         if stepped:
             self.progress.step()
 

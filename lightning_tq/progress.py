@@ -149,6 +149,8 @@ class Progress:
         """Batches of the partition that were trained completely and are not acknowledged yet."""
         self.resumed = False
         """Whether the current iterator started at a checkpoint's position, so that its epoch is shorter."""
+        self.kept = 0
+        """Batches of all partitions that were trained completely and are not acknowledged yet."""
         self.saved = 0
         """Checkpoints that were saved; the last one may still be incomplete."""
         self.written = 0
@@ -228,6 +230,7 @@ class Progress:
                 self._trained_to = delivered.position
                 self.unstepped += 1
                 self.batches_done += len(delivered.completed)
+                self.kept += len(delivered.completed)
                 self._batches[0].update({meta.partition_ids[0]: meta for meta in delivered.completed})
                 return
 
@@ -252,15 +255,37 @@ class Progress:
         self.saved += 1
         self._since_checkpoint = 0
 
+    @property
+    def waits_for_checkpoints(self) -> bool:
+        """Whether a batch is acknowledged only once a checkpoint holds its step."""
+        return self._waits and self._rule is not None and self._rule.ack != "never"
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether batches are in optimizer steps that no checkpoint holds."""
+        return bool(self._batches[1])
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether batches are in a checkpoint that may still be incomplete."""
+        return len(self._batches) > 3 and bool(self._batches[2])
+
+    def note_written(self) -> None:
+        """The last checkpoint that was saved is complete."""
+        self.written = self.saved
+        if len(self._batches) > 3:
+            self._move(2, 3)
+
     def take_due(self) -> NewestBatches:
         """Batches to acknowledge now; each is returned once."""
         assert self._rule is not None, "only a stream that trains acknowledges"
-        self.written = max(0, self.saved - self._rule.in_background)
+        self.written = max(self.written, self.saved - self._rule.in_background)
         due, self._batches[-1] = self._batches[-1], {}
         return {} if self._rule.ack == "never" else due
 
     def note_acked(self, partition: str, count: int) -> None:
         """So many batches were acknowledged."""
+        self.kept = max(0, self.kept - count)
         if partition == self.partition:
             self.batches_done = max(0, self.batches_done - count)
 

@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lightning_tq.checks import byte_text, counted
+from lightning_tq.checks import byte_text, counted, list_names
 from transfer_queue import Finding, TransferQueueClient, diagnose, is_internal
 from transfer_queue.errors import TransferQueueError
 
@@ -82,6 +82,8 @@ async def take_snapshot(client: TransferQueueClient) -> QueueSnapshot:
         answers = await _within(_UNITS_TIMEOUT_S, client.async_get_storage_stats())
         # "path" describes this client's own route for values, and it moves none.
         units = [{name: number for name, number in unit.items() if name != "path"} for unit in answers]
+        silent = {unit["name"] for unit in stats["storage_units"]} - {unit["unit"] for unit in units}
+        error = f"no answer from {list_names(silent)}" if units and silent else None
     except asyncio.TimeoutError:
         error = f"no answer from every unit within {_UNITS_TIMEOUT_S:g} s"
     except TransferQueueError as failure:  # the controller's numbers are still useful

@@ -133,12 +133,24 @@ def _queue_is_full(wait: StreamWait) -> Found:
         return None
     first, more = wait.puts[0], len(wait.puts) - 1
     what = first.what + (f", the first of {more + 1} puts," if more else "")
-    put = replace(first, what=what, age_s=None, to_do=(*_clearing(wait), *first.to_do[1:]))
+    put = replace(first, what=what, age_s=None, to_do=(*_clearing(wait), *first.to_do[-2:]))
+    if kept := _kept(wait):
+        put = replace(put, held_up_by=(*first.held_up_by, f"{counted(kept, 'trained batch')} of it waits for its ack"))
     return "full", f"{wait.finding.statement}, and the queue is full: {put}"
+
+
+def _kept(wait: StreamWait) -> int:
+    """Batches that would be cleared, were they acknowledged."""
+    return wait.reader.progress.kept if wait.reader.stream.clearing_tasks else 0
 
 
 def _clearing(wait: StreamWait) -> Iterator[str]:
     """What would clear samples and is not in use."""
+    if _kept(wait):
+        if wait.reader.progress.waits_for_checkpoints:
+            yield "save checkpoints more often (ModelCheckpoint(every_n_train_steps=...))"
+        yield "acknowledge without a checkpoint (TQDataModule(ack='step'))"
+        return
     if not wait.clears_finished:
         yield "add the callback PartitionSwitch(), which clears finished partitions"
     if not wait.reader.stream.clear_consumed:

@@ -4,6 +4,7 @@
 #   FIRST   address of node 0         NODE, NODES  this node's number, from 0, and how many there are
 #   SHARED  an empty folder that all nodes share, for the keys and the queue's address
 #   GPUS    ranks per node (1)        MEMORY       of each node's values (4GiB)
+#   WAIT_S  seconds that the other nodes wait for node 0 to serve (600)
 set -euo pipefail
 : "${SHARED:?set SHARED to an empty folder that all nodes see}" "${FIRST:?set FIRST to the address of node 0}"
 : "${NODE:?set NODE to the number of this node, from 0}" "${NODES:?set NODES to the number of nodes}"
@@ -16,6 +17,7 @@ server=
 end() {
   local code=$?
   ((code == 0)) || touch "$SHARED/failed" # so that the other nodes end, whatever they wait for
+  ((NODE > 0)) || rm -f "$SHARED/keys"    # every server has read them, or never will
   # shellcheck disable=SC2046  # they are words
   kill $server $(jobs -p) 2>/dev/null || true
   wait
@@ -25,7 +27,16 @@ trap end EXIT
 
 serve=(lightning-tq serve --listen "tcp://0.0.0.0:${TQ_PORT:-0}" --key-file "$SHARED/keys" --memory "${MEMORY:-4GiB}")
 if ((NODE > 0)); then
-  until [ -s "$SHARED/address" ]; do sleep 1; done
+  until [ -s "$SHARED/address" ]; do
+    if [ -e "$SHARED/failed" ]; then
+      echo "error: another node has failed before node 0 could serve, and says why." >&2
+      exit 1
+    elif ((SECONDS > ${WAIT_S:-600})); then
+      echo "error: node 0 has not written $SHARED/address within ${WAIT_S:-600} s. Has it started, with this folder?" >&2
+      exit 1
+    fi
+    sleep 1
+  done
   serve+=(--join "$(cat "$SHARED/address")")
 fi
 exec {ready}< <(exec "${serve[@]}")

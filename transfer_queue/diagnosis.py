@@ -308,12 +308,19 @@ def _put(stats: Numbers, waiting: Numbers) -> Finding:
     found = Finding(
         kind="put", names=(client,), what=f"a put of {client}", waits_for=room, age_s=waiting.get("waited_s"),
         held_up_by=stats["keepers"], client=client,
-        to_do=("clear consumed samples or partitions", f"raise {setting}", "raise put_timeout_s"),
+        to_do=(*_freeing(stats["keepers"]), f"raise {setting}", "raise put_timeout_s"),
     )  # fmt: skip
     savers = tuple(f"client {name} saves one" for name, held in stats["clients"].items() if held.get("freezes"))
     if savers and nbytes is None and (size is None or stats["used"] + (waiting["wanted"] or 0) <= size):
         return replace(found, waits_for=f"a checkpoint, before it replaces {what}", held_up_by=savers, to_do=())
     return found
+
+
+def _freeing(keepers: Iterable[str]) -> Iterator[str]:
+    """What frees room. Samples that wait for their ack can't be cleared."""
+    if any("has not acknowledged" in each for each in keepers):
+        yield "let the trainer acknowledge sooner (checkpoints more often, or ack='step')"
+    yield "clear consumed samples or partitions"
 
 
 def _kept(partition: Numbers) -> dict[str, tuple[int, int]]:

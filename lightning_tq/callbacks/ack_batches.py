@@ -7,7 +7,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_tq.batch import TQBatch
+from lightning_tq.batch import queue_batch
+from lightning_tq.callbacks.early_checkpoint import EarlyCheckpoint
 from lightning_tq.loader import StreamReader
 from lightning_tq.run import Run
 from lightning_tq.trainer_compat import correct_progress
@@ -24,6 +25,12 @@ class AckBatches(Callback):
         self._steps = 0  # optimizer steps at the end of the last batch
 
     # ---- acknowledgements ----
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        run = Run.find(trainer)
+        for reader in run.of_stage("train") if run is not None else ():
+            if reader.stream.clearing_tasks:  # otherwise an ack frees no room
+                reader.before_batch = EarlyCheckpoint(run, reader).before_batch
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._steps = trainer.global_step
@@ -101,6 +108,6 @@ def _ack_due(trainer: Trainer) -> None:
 def _set_batch_size(trainer: Trainer, batch: Any) -> None:
     # self.log(on_epoch=True) weights by it. Lightning would search the batch for a tensor, finds none in a TQBatch,
     # and would guess badly from a TensorDict with jagged or text fields.
-    results = trainer._results
-    if results is not None and isinstance(batch, TQBatch):
-        results.batch_size = batch.size
+    results, own = trainer._results, queue_batch(batch)
+    if results is not None and own is not None:
+        results.batch_size = own.size

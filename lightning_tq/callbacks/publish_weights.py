@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -24,6 +25,8 @@ from transfer_queue import TransferQueueClient
 from transfer_queue.errors import InvalidRequestError
 
 _STOP_TIMEOUT_S = 5.0
+_COMPILED = re.compile(r"(^|\.)(?:_orig_mod\.)+")
+"""What torch.compile puts before the names in a module's state dict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +262,12 @@ def policy_version(trainer: Trainer) -> int:
 
 
 def _full_state(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-    """The whole state dict, in host memory of the first rank. Sharded weights are gathered there."""
+    """The whole state dict, in host memory of the first rank, with names as if nothing were compiled."""
+    return {_COMPILED.sub(r"\1", name): value for name, value in _gathered_state(trainer, pl_module).items()}
+
+
+def _gathered_state(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+    """Sharded weights are gathered on the first rank."""
     if isinstance(trainer.strategy, (FSDPStrategy, ModelParallelStrategy)):
         # Like lightning_module_state_dict, but always the full state, whatever the strategy saves.
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict

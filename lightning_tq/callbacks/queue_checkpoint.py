@@ -90,9 +90,21 @@ class TQCheckpoint(Callback):
         if self._hooks is not None and stage == "fit":
             self._hooks.finish()
 
+    def finish_writing(self) -> None:
+        """Wait until the checkpoints that were saved are written. Raises what kept one from being written."""
+        if self._hooks is not None:
+            self._hooks.flush()
+
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._hooks is not None:
             self._hooks.finish_and_log()
+
+
+def finish_writing(trainer: Trainer) -> None:
+    """Wait until the checkpoints that were saved are written. Raises what kept one from being written."""
+    for each in callbacks_of(trainer):
+        if isinstance(each, TQCheckpoint):
+            each.finish_writing()
 
 
 def writes_in_background(trainer: Trainer) -> bool:
@@ -132,6 +144,10 @@ class _StrategyHooks:
             self._strategy.__dict__.pop(name, None)
 
     # ---- the background ----
+
+    def flush(self) -> None:
+        if self._writer is not None:
+            self._writer.flush()
 
     def finish(self) -> None:
         """Wait for the background, and raise what failed there."""

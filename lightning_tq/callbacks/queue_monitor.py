@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_tq.batch import TQBatch
+from lightning_tq.batch import queue_batch
 from lightning_tq.callbacks.fit_report import TrainingClock
 from lightning_tq.checks import check_int
 from lightning_tq.loader import StreamReader
@@ -84,9 +84,10 @@ class QueueMonitor(Callback):
             self._started = time.perf_counter()
             self._since_first.restart(run_of(trainer).train_reader().waited_s)
         self._ages, self._of_groups = [], False
-        if isinstance(batch, TQBatch):  # a hook may have taken its metadata
-            self._of_groups = bool(batch.meta.group_versions)
-            self._ages = _ages(batch.meta, self.tag, trainer.global_step)
+        own = queue_batch(batch)
+        if own is not None:  # a hook may have taken its metadata
+            self._of_groups = bool(own.meta.group_versions)
+            self._ages = _ages(own.meta, self.tag, trainer.global_step)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

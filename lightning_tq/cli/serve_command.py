@@ -23,7 +23,7 @@ def main(args: Sequence[str]) -> int:
     With --join, add this host's memory to a running queue: values then stay on the host that produced them. Programs
     find the queue by TQ_ADDRESS, and on other hosts also need TQ_KEY_FILE. Once the server answers, it prints its
     addresses in one line that begins with "ready", and then lines to copy. Exit codes: 0 after a signal, 2 if it can't
-    serve.
+    serve, or has lost the queue that it joined.
     """
     parser = argparse.ArgumentParser("lightning-tq serve", description=main.__doc__, allow_abbrev=False)
     listen = "Also serve other hosts at this address, as tcp://HOST:PORT. HOST 0.0.0.0: on all networks; PORT 0: any."

@@ -25,7 +25,7 @@ def deadline_after(timeout_s: float | None) -> float:
     return math.inf if timeout_s is None else time.monotonic() + timeout_s
 
 
-def wait_until(deadline: float, ask: Callable[[float], T | None], waits_for: str, advice: str = "") -> T:
+def wait_until(deadline: float, ask: Callable[[float], T | None], waits_for: Callable[[], str], advice: str = "") -> T:
     """Ask until there is an answer, and report every 30 s what it waits for.
 
     Args:
@@ -37,8 +37,8 @@ def wait_until(deadline: float, ask: Callable[[float], T | None], waits_for: str
     while (answer := ask(max(0.0, min(deadline - time.monotonic(), REPORT_EVERY_S)))) is None:
         now = time.monotonic()
         if now >= deadline:
-            raise BatchTimeoutError(f"waited {now - started:.1f} s for {waits_for}{advice}")
-        logger.warning("waiting for %s", waits_for)
+            raise BatchTimeoutError(f"waited {now - started:.1f} s for {waits_for()}{advice}")
+        logger.warning("waiting for %s", waits_for())
     return answer
 
 

@@ -16,7 +16,14 @@ from torch import Tensor
 
 import transfer_queue as tq
 from lightning_tq.producers import deadline_after, next_samples, wait_until
-from transfer_queue import BatchMeta, EndOfPartitionError, StorageKeyNotFoundError, TransferQueueClient
+from transfer_queue import (
+    BatchMeta,
+    EndOfPartitionError,
+    KeysTimeoutError,
+    ProducersGoneError,
+    StorageKeyNotFoundError,
+    TransferQueueClient,
+)
 from transfer_queue.errors import InvalidRequestError
 
 WEIGHTS_PARTITION = "_weights"
@@ -98,6 +105,7 @@ class WeightsReader:
         self._partition = partition
         self._task = task or f"_weights-reader-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self._weights: Weights | None = None
+        self._trainer_died = False
 
     @property
     def version(self) -> int:
@@ -106,6 +114,8 @@ class WeightsReader:
 
     def latest(self, least: int = 0, timeout_s: float | None = None) -> Weights:
         """Wait for the newest weights of version ``least`` or later. Returns the same object while nothing is newer.
+
+        If the trainer dies, the wait goes on, and ends with the weights of one that resumes in this queue.
 
         Args:
             least: Oldest acceptable version. ``version + 1`` waits for newer weights than before.
@@ -134,12 +144,31 @@ class WeightsReader:
         return newest
 
     def _wait(self, least: int, deadline: float) -> BatchMeta:
-        newest = "none was published yet" if self._weights is None else f"the newest is {self.version}"
-        waits_for = f"weights of version {least} or later; {newest}."
-        return wait_until(deadline, self._next, waits_for, " Check that the trainer runs with PublishWeights.")
+        def waits_for() -> str:
+            newest = "none was published yet" if self._weights is None else f"the newest is {self.version}"
+            died = " The trainer has died; one that resumes in this queue will publish more." * self._trainer_died
+            return f"weights of version {least} or later; {newest}.{died}"
 
-    def _next(self, wait_s: float) -> BatchMeta | None:
-        return next_samples(partial(self._client.get_meta, _FIELDS, 1, self._partition, task_name=self._task), wait_s)
+        advice = " Check that the trainer runs with PublishWeights."
+        return wait_until(deadline, partial(self._next, least=least), waits_for, advice)
+
+    def _next(self, wait_s: float, least: int = 0) -> BatchMeta | None:
+        get_meta = partial(self._client.get_meta, _FIELDS, 1, self._partition, task_name=self._task)
+        try:
+            meta = next_samples(get_meta, wait_s)
+        except ProducersGoneError:
+            self._trainer_died = True
+            return next_samples(get_meta, 0.0) if self._trainer_came(least, wait_s) else None
+        self._trainer_died = False
+        return meta
+
+    def _trainer_came(self, least: int, wait_s: float) -> bool:
+        """Wait for another one. Fetches fail at once meanwhile; each version is a key with tags, too."""
+        try:
+            self._client.wait_keys(self._partition, f"version >= {max(least, self.version + 1)}", timeout_s=wait_s)
+        except KeysTimeoutError:
+            return False
+        return True
 
     def _load(self, meta: BatchMeta) -> bool:
         try:

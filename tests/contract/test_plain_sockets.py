@@ -24,7 +24,7 @@ import pytest
 from transport_kit import JOIN_S, Desk, calls, held, numbered, served_by_process, served_by_thread, until
 
 from transfer_queue.errors import LaunchError, QueueUnreachableError
-from transfer_queue.launch.local import short_directory
+from transfer_queue.launch.directories import remove_directory, short_directory
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.blocking import PendingCall, run_blocking
 from transfer_queue.transport.caller import SocketCaller
@@ -166,9 +166,42 @@ def test_sockets_have_a_short_directory_wherever_temporary_files_are_kept(tmp_pa
     assert (found.parent, found.stat().st_mode & 0o777) == (Path("/tmp"), 0o700)
     server = SocketServer(f"ipc://{found}/{'n' * 24}")
     server.close()
-    found.rmdir()
+    remove_directory(str(found))
     monkeypatch.setattr("tempfile.tempdir", "/tmp")
-    os.rmdir(short_directory("tq-"))
+    remove_directory(short_directory("tq-"))
+
+
+MAKES_A_DIRECTORY = """
+import os, signal, sys
+from pathlib import Path
+from transfer_queue.launch.directories import short_directory
+Path(short_directory("tq-"), "keys").touch()
+print("made", flush=True)
+signal.pause()
+"""
+
+
+def test_the_next_start_removes_what_a_killed_process_left_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    others = [
+        subprocess.Popen([sys.executable, "-c", MAKES_A_DIRECTORY], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    assert [other.stdout.readline() for other in others] == ["made\n"] * 2
+    (tmp_path / "tq-foreign").mkdir()
+    held = short_directory("tq-")
+    assert len(list(tmp_path.glob("tq-*"))) == 4
+    others[0].kill()
+    others[0].wait()
+    remove_directory(held)
+    remove_directory(short_directory("tq-"))
+    left = sorted(path.name for path in tmp_path.glob("tq-*/*"))
+    assert (left, len(list(tmp_path.glob("tq-*")))) == (["keys"], 2)
+    others[1].kill()
+    for other in others:
+        other.wait()
+        other.stdout.close()
 
 
 def test_where_no_directory_is_short_enough_the_places_are_named(monkeypatch):

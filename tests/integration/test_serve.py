@@ -112,7 +112,16 @@ def test_a_server_that_joined_ends_when_the_first_one_does_and_says_so(serve, ke
     first.terminate()
     assert first.wait() == 0
     _, text = second.communicate()
-    assert "lost the queue" in text
+    assert second.returncode == 2
+    assert re.search(r"^error: storage unit \S+ ends, because it lost the queue: .* has ended", text, re.MULTILINE)
+
+
+def test_more_memory_than_the_machine_has_is_warned_of(serve):
+    server = serve("--memory", "900000GiB")
+    addresses(server)
+    server.terminate()
+    _, text = server.communicate()
+    assert re.search(r"may hold 900000.0 GiB of values .* has [\d.]+ GiB: the system will kill servers", text)
 
 
 def test_a_server_that_leaves_takes_its_values_along_by_name(serve, keys):

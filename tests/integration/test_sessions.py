@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import subprocess
+from functools import partial
 from typing import Any
 
 import pytest
@@ -227,3 +228,32 @@ def test_a_producer_that_died_before_its_first_put_was_visible_is_missed(client,
     with pytest.raises((tq.ProducersGoneError, tq.BatchTimeoutError)):
         client.get_meta([name], 1, name, task_name="t", timeout_s=GRACE_S + 1.0)
     check_served(queue)
+
+
+# ---- workers on groups ----
+
+
+def end_session(client, name):
+    (own,) = [each for each in client.get_stats()["clients"] if each.startswith(name)]
+    assert client.evict_client(own)
+
+
+def test_whoever_holds_a_lease_is_a_living_producer_and_groups_that_are_left_are_named(queue, client, name):
+    client.register_task(f"actor-{name}", tq.GroupSampler(groups=2))
+    client.add_groups({"number": torch.arange(3)}, name, worker_attempts=9, tasks=[f"actor-{name}"])
+    workers = [client_of(queue, f"{name}-{number}") for number in range(3)]
+    workers[0].lease(name)[0].close({name: torch.arange(2)})
+    leases = workers[1].lease(name)  # it works on it, and has put nothing yet
+    fetch = partial(client.get_meta, [name], None, name, task_name=f"actor-{name}")
+    end_session(client, f"{name}-0")
+    with pytest.raises(tq.BatchTimeoutError):
+        fetch(timeout_s=GRACE_S + 1.0)
+    end_session(client, f"{name}-1")
+    text = rf"2 groups wait for a worker and will not be lost: new workers may lease from '{name}' .*producer_grace_s"
+    with pytest.raises(tq.ProducersGoneError, match=text):
+        fetch(timeout_s=SERVED_S)
+    assert leases
+    assert workers[2].lease(name)[0].close({name: torch.arange(2)}).size == 2
+    assert fetch(timeout_s=SERVED_S).size == 4
+    for worker in workers:
+        worker.close()

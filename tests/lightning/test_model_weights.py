@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -91,6 +95,32 @@ def test_a_version_cleared_while_it_was_fetched_is_skipped_for_the_next(client: 
     assert reader.version == -1
     put(1)
     assert reader.latest().version == 1
+
+
+KILLED_TRAINER = """
+import os, signal, torch
+from lightning_tq.producers.model_weights import WeightsSnapshot
+snapshot = WeightsSnapshot()
+snapshot.prepare({"weight": torch.zeros(2)}, None, pinned=False)
+snapshot.put("weights", 0, {})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_reader_waits_for_the_trainer_that_resumes_after_one_that_was_killed() -> None:
+    with TQDataModule(queue={"units": 1, "producer_grace_s": 0.0}) as dm:
+        environment = {**os.environ, "TQ_ADDRESS": dm.address}
+        killed = subprocess.run([sys.executable, "-c", KILLED_TRAINER], env=environment)
+        assert killed.returncode == -signal.SIGKILL
+        reader = WeightsReader(dm.client)
+        assert reader.latest().version == 0
+        with pytest.raises(tq.BatchTimeoutError, match="The trainer has died; one that resumes in this queue will"):
+            reader.latest(least=1, timeout_s=0.2)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(reader.latest, least=1)
+            put(0)
+            put(1)
+            assert waiting.result(timeout=60).version == 1
 
 
 def test_sealed_weights_tell_a_waiting_reader_that_training_has_ended(client: tq.TransferQueueClient) -> None:

@@ -149,6 +149,18 @@ def test_weights_can_be_selected_by_module_and_pattern_and_cast(data: Make, trai
     assert weights.info == {"version": 1, "five": 5}
 
 
+def test_names_of_a_compiled_module_are_those_of_the_module(data: Make, trainer: MakeTrainer) -> None:
+    class Compiled(Recorder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.policy = torch.compile(torch.nn.Sequential(torch.compile(torch.nn.Linear(2, 1), backend="eager")))
+
+    dm = data(train=stream("train"))
+    fill(dm.client, "train", 4)
+    trainer(callbacks=[PublishWeights(module="policy")]).fit(Compiled(), datamodule=dm)
+    assert list(WeightsReader(dm.client).latest().state_dict) == ["0.weight", "0.bias"]
+
+
 def test_an_empty_selection_ends_the_fit_before_its_first_step(data: Make, trainer: MakeTrainer) -> None:
     dm = data(train=stream("train"))
     fill(dm.client, "train", 4)

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.utilities import CombinedLoader
 from producing import fill, rows
 from recorders import Recorder
+from torch.utils.data import DataLoader
 
 from lightning_tq import QueueMonitor, TQDataModule
 from tests.lightning.conftest import stream
@@ -121,3 +123,25 @@ def test_a_batch_that_a_hook_replaced_has_no_staleness(data: Make, trainer: Make
     run.fit(OnlyData(), datamodule=dm)
     assert "queue/ready" in run.logged_metrics
     assert "queue/staleness" not in run.logged_metrics
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+def test_the_staleness_of_a_batch_among_those_of_other_loaders_is_logged(
+    data: Make, trainer: MakeTrainer, kind: type
+) -> None:
+    class Both(Recorder):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch["rl"] if kind is dict else batch[1], batch_idx)
+
+    dm = data(train=stream("train", num_batches=2))
+    dm.client.put(rows(8), partition_id="train", tags=[{"policy_version": -3}] * 8)
+    own = dm.train_dataloader
+
+    def both() -> CombinedLoader:
+        other = DataLoader(range(8), batch_size=4)
+        return CombinedLoader({"sft": other, "rl": own()} if kind is dict else [other, own()], "min_size")
+
+    dm.train_dataloader = both
+    logged = Logged()
+    trainer(callbacks=[QueueMonitor(), logged]).fit(Both(), datamodule=dm)
+    assert [values["queue/staleness"] for values in logged.values] == [3.0, 4.0]

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
 from producing import fill
 from recorders import Recorder
+from torch.utils.data import DataLoader
 
 import transfer_queue as tq
 from lightning_tq import Stream, TQDataModule, WriteBack, put_back
@@ -315,3 +317,25 @@ def test_each_group_writes_its_own_samples_by_one_of_its_ranks(
     assert set(ranks) == writers
     # Each rank recorded what it trained. A sample carries the rank that wrote it.
     assert all(index in wrote[rank] for index, rank in zip(indexes, ranks, strict=True))
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+def test_the_batch_of_the_stream_is_found_among_those_of_other_loaders(
+    data: Make, trainer: MakeTrainer, kind: type
+) -> None:
+    class Both(Scorer):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch["rl"] if kind is dict else batch[1], batch_idx)
+
+    dm = data(train=stream("train", num_batches=4))
+    fill(dm.client, "train", 16)
+    own = dm.train_dataloader
+
+    def both() -> CombinedLoader:
+        other = DataLoader(range(16), batch_size=4)
+        return CombinedLoader({"sft": other, "rl": own()} if kind is dict else [other, own()], "min_size")
+
+    dm.train_dataloader = both
+    trainer(callbacks=[WriteBack(["double"], "train")]).fit(Both(doubled), datamodule=dm)
+    assert stored(dm.client, "train", "double") == [2.0 * number for number in range(16)]
+    assert dm.client.get_stats()["partitions"]["train"]["tasks"]["learn"]["settled"] == 4

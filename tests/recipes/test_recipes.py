@@ -79,6 +79,7 @@ def test_torchrun_s_nodes_train_together_each_with_a_server_and_a_rollout_worker
     (code, output), (other_code, other_output) = run_torchrun(tmp_path, RECIPES)
     assert (code, other_code) == (0, 0)
     assert trained(output + other_output) == TRAINED
+    assert not (tmp_path / "shared" / "keys").exists()
 
 
 @pytest.mark.slow
@@ -109,6 +110,22 @@ def test_torchrun_refuses_the_folder_of_an_earlier_run(tmp_path, left):
     assert f"{tmp_path} is of an earlier run. Set SHARED to an empty folder" in said
 
 
+def test_torchrun_s_other_nodes_end_if_node_0_can_t_serve(tmp_path):
+    shared = {"FIRST": "127.0.0.1", "NODES": "2", "SHARED": str(tmp_path), "PATH": IN_PATH}
+    command = ["bash", str(RECIPES / "torchrun.sh")]
+    other = subprocess.Popen(command, env={**shared, "NODE": "1"}, stderr=subprocess.PIPE, text=True)
+    first = subprocess.run(command, env={**shared, "NODE": "0", "MEMORY": "nonsense"}, capture_output=True, text=True)
+    _, said = other.communicate()
+    assert (first.returncode != 0, "memory" in first.stderr, other.returncode) == (True, True, 1)
+    assert "another node has failed before node 0 could serve" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["failed"], "the keys are gone"
+
+
+def test_torchrun_s_other_nodes_do_not_wait_for_ever_for_a_node_0_that_never_starts(tmp_path):
+    said = refused(FIRST="127.0.0.1", NODES="2", SHARED=str(tmp_path), NODE="1", WAIT_S="0")
+    assert "node 0 has not written" in said
+
+
 @pytest.mark.parametrize("name", ["torchrun.sh", "slurm.sbatch"])
 def test_scripts_are_valid(name):
     subprocess.run(["bash", "-n", str(RECIPES / name)], check=True)
@@ -135,6 +152,16 @@ def test_each_pod_s_memory_limits_leave_room_for_the_values(manifests):
         (memory,) = re.findall(r"--memory (\d+)GiB", str(containers))
         for container in containers:
             assert int(container["resources"]["limits"]["memory"].removesuffix("Gi")) > int(memory)
+
+
+def test_pods_meet_the_restricted_standard_for_pod_security(manifests):
+    for pod in (manifest["spec"]["template"]["spec"] for manifest in manifests if "template" in manifest["spec"]):
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert pod["securityContext"]["runAsUser"] > 0
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in [*pod.get("initContainers", ()), *pod["containers"]]:
+            own = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+            assert container["securityContext"] == own
 
 
 def test_the_unit_is_one_of_systemd_s(tmp_path):

@@ -15,14 +15,22 @@ from types import TracebackType
 from transfer_queue.checkpoint.files import CONTROLLER, METADATA, STORAGE, sync
 from transfer_queue.errors import CheckpointError, CheckpointNotFoundError, TransferQueueError
 
+_OF_THIS_HOST = ("file", "local")
 _OURS = {METADATA, CONTROLLER, STORAGE}
 SAVE = "save-"
 """How the directory begins that has the files of a checkpoint which was at a URL."""
 
 
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether fsspec opens it. ``file://`` and ``local://`` name a directory of this host."""
+    scheme, separator, _ = os.fspath(path).partition("://")
+    return bool(separator) and scheme not in _OF_THIS_HOST
+
+
 def _resolved(target: str | os.PathLike[str]) -> Path:
     """Resolve a symbolic link, because the temporary directory must be a sibling of the real one."""
-    path = Path(target).absolute()
+    scheme, _, path_of_url = os.fspath(target).partition("://")
+    path = Path(path_of_url if scheme in _OF_THIS_HOST and path_of_url else target).absolute()
     return path.resolve() if path.is_symlink() else path
 
 
@@ -95,6 +103,15 @@ class Staging:
     def _failed(self, error: OSError) -> CheckpointError:
         there = "the earlier checkpoint there is as it was" if is_checkpoint(self.target) else "nothing was left there"
         return CheckpointError(f"the checkpoint {self.target} could not be written: {error}; {there}.")
+
+
+def copy_to(source: Path, target: str | os.PathLike[str]) -> None:
+    """Copy a complete checkpoint into another directory. Raises CheckpointError; an earlier checkpoint stays."""
+    staging = Staging(target)
+    staging.begin()
+    with staging:
+        shutil.copytree(source, staging.path, dirs_exist_ok=True)
+        staging.commit()
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from transfer_queue.checkpoint.directory import is_url
 from transfer_queue.checkpoint.opened import Opened, reading
-from transfer_queue.checkpoint.remote import RemoteCheckpoint, is_url
+from transfer_queue.checkpoint.remote import RemoteCheckpoint
 from transfer_queue.checkpoint.saved_state import SavedState
 from transfer_queue.checkpoint.spool import spooled_checkpoint
 from transfer_queue.control.saved import SavedPartition, live_rows

@@ -19,7 +19,7 @@ from typing import ParamSpec, TypeVar
 
 import msgspec
 
-from transfer_queue.checkpoint.directory import SAVE, discard, find, foreign, refuse_foreign
+from transfer_queue.checkpoint.directory import SAVE, copy_to, discard, find, foreign, is_url, refuse_foreign
 from transfer_queue.checkpoint.files import METADATA, Metadata, plain
 from transfer_queue.errors import CheckpointError, CheckpointNotFoundError, ConfigError, TransferQueueError
 from transfer_queue.utils.logging_utils import get_logger
@@ -33,10 +33,6 @@ _FINAL = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryEr
 _log = get_logger(__name__)
 
 
-def is_url(path: str | os.PathLike[str]) -> bool:
-    return "://" in os.fspath(path)
-
-
 class RemoteCheckpoint:
     """The place of one checkpoint at a URL. Credentials and endpoints are fsspec's own settings."""
 
@@ -47,7 +43,7 @@ class RemoteCheckpoint:
         self.url = url.rstrip("/")
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.url)
-        except (ValueError, ImportError) as error:
+        except (ValueError, TypeError, ImportError) as error:
             raise ConfigError(f"the checkpoint {url} can't be reached: {error}.") from error
 
     def check(self) -> None:
@@ -68,14 +64,21 @@ class RemoteCheckpoint:
                 for path in sorted(directory.rglob("*")):
                     if path.is_file() and path.name != METADATA:
                         target = posixpath.join(self._root, name, path.relative_to(directory).as_posix())
+                        self._make_directory(posixpath.dirname(target))
                         self._retried(self._fs.put_file, str(path), target)
                 data = msgspec.json.encode(msgspec.structs.replace(metadata, directory=name))
                 self._retried(self._fs.pipe_file, posixpath.join(self._root, METADATA), msgspec.json.format(data))
             except BaseException:
                 if not self._may_name(name):
                     self._remove_files([name])
+                    self._remove_empty()
                 raise
             self._remove_files(self._replaced(by=name))
+
+    def _make_directory(self, path: str) -> None:
+        """Where files need one. Object stores don't, and would make a bucket; their paths begin with its name."""
+        if path.startswith("/"):
+            self._retried(self._fs.makedirs, path, exist_ok=True)
 
     def _may_name(self, directory: str) -> bool:
         """Whether ``metadata.json`` may name this directory: its write may have worked although the answer was lost."""
@@ -115,9 +118,12 @@ class RemoteCheckpoint:
             if METADATA in names:
                 self._retried(self._fs.rm_file, posixpath.join(self._root, METADATA))
             self._remove_files(self._replaced())
+            self._remove_empty()
+
+    def _remove_empty(self) -> None:
+        with contextlib.suppress(Exception):  # each file system has errors of its own; an empty directory may stay
             if not self._names():
-                with contextlib.suppress(FileNotFoundError, NotImplementedError, OSError):
-                    self._fs.rmdir(self._root)  # object stores have no directories
+                self._fs.rmdir(self._root)  # object stores have no directories
 
     def _names(self) -> list[str]:
         self._fs.invalidate_cache()
@@ -157,10 +163,9 @@ class RemoteCheckpoint:
             yield
         except TransferQueueError:
             raise
-        except FileNotFoundError as error:
-            raise CheckpointNotFoundError(f"the checkpoint {self.url} could not be {done}: {error}.") from error
         except Exception as error:  # each file system has errors of its own
-            raise CheckpointError(
+            is_missing = done == "read" and isinstance(error, FileNotFoundError)
+            raise (CheckpointNotFoundError if is_missing else CheckpointError)(
                 f"the checkpoint {self.url} could not be {done}: {type(error).__name__}: {error}."
             ) from error
 
@@ -202,6 +207,9 @@ def upload_checkpoint(directory: str | os.PathLike[str], url: str) -> None:
         >>> tq.describe_checkpoint("memory://bucket/queue")["partitions"]
         {}
     """
+    if not is_url(url):
+        copy_to(find(directory), url)
+        return
     remote = RemoteCheckpoint(url)
     remote.check()
     remote.write(find(directory))

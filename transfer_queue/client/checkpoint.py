@@ -13,10 +13,10 @@ import msgspec
 import numpy as np
 
 from transfer_queue import protocol as p
-from transfer_queue.checkpoint.directory import Staging
+from transfer_queue.checkpoint.directory import Staging, is_url
 from transfer_queue.checkpoint.files import CONTROLLER, STORAGE, DataFile, GrowingFile, replace
 from transfer_queue.checkpoint.opened import Opened, check_user_metadata, complete, read_values, reading
-from transfer_queue.checkpoint.remote import RemoteCheckpoint, is_url
+from transfer_queue.checkpoint.remote import RemoteCheckpoint
 from transfer_queue.checkpoint.saved_state import SavedState, write_slice
 from transfer_queue.checkpoint.saved_values import Places, SavedValues, save_values
 from transfer_queue.checkpoint.spool import spooled_checkpoint

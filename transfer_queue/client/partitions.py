@@ -271,7 +271,8 @@ class Partitions(Keys):
         await self.session.ask(p.LeaveRun, p.Done, run, failed)
 
     async def async_get_storage_stats(self) -> list[dict[str, Any]]:
-        """Numbers of each storage unit: samples, bytes held and allowed, readers. Some backends have none.
+        """Numbers of each storage unit: samples, bytes held and allowed, readers. Some backends have none. A unit that
+        does not answer is left out; ``get_stats()["storage_units"]`` has all of them.
 
         ``path`` says how this client's values go there. "arena": through memory that the unit and this process both
         map; at most 64 KiB still travel in the message. "frames": in messages, as from another host, or with

@@ -131,7 +131,19 @@ class _Reader:
             f"{missing!r} has died{' (' * bool(ended)}{', '.join(ended)}{')' * bool(ended)}. Look at the producers' "
             f"output, restart them, then fetch again."
         )
-        return p.Failed(fetch.id, ProducersGoneError.__name__, text)
+        return p.Failed(fetch.id, ProducersGoneError.__name__, f"{text}{self._left_groups()}")
+
+    def _left_groups(self) -> str:
+        """What becomes of the groups that workers have left behind."""
+        partition = self._state.partitions.get(self._fetch.partition)
+        waiting = 0 if partition is None or partition.groups is None else partition.groups.numbers().get("waiting", 0)
+        if not waiting:
+            return ""
+        groups = f"{waiting:,} group{'s wait' if waiting != 1 else ' waits'} for a worker and will not be lost"
+        return (
+            f" {groups}: new workers may lease from {self._fetch.partition!r} at any time. To have training wait "
+            f"longer for them, raise controller.producer_grace_s ({self._state.config.producer_grace_s:g} s)."
+        )
 
     def _not_ready(self, served: ServedFetch, now: float) -> p.NotReady:
         reply = served.not_ready(now)

@@ -111,6 +111,8 @@ class Groups:
         """By gate, or other reason, how many were."""
         self.num_under_work = 0
         """Groups whose members are not complete, without those that wait for their first lease."""
+        self.member_fields: set[str] = set()
+        """Fields that members were put with. Who leases a group is about to put them."""
         self.unjudged: dict[int, Group] = {}
         """Closed groups that no gate has judged."""
         self.emptied: dict[int, Group] = {}

@@ -134,6 +134,7 @@ class _Grants:
         leases, request = self._state.leases, self._request
         if request.keep == "none" and group.closed and not leases.holders(group):
             group_work.gone(self._state, groups.begin_anew(group))
+        self._state.producers.announced(self._call, groups.member_fields)
         free = leases.free_parts(group)
         for parts in [[part] for part in free[: self._num_missing]] if request.by_part else [free]:
             made = leases.grant(self._call, groups, group, parts, request.lease_s)

@@ -431,7 +431,9 @@ def _published(state: PlaneState, call: Call, request: p.Publish, partition: Par
         group_work.added(state, partition, rows, role)
     else:
         group_work.check_members(state, call, partition, role, len(indexes))
-        group_work.groups_of(state, partition).mark(role, indexes)
+        groups = group_work.groups_of(state, partition)
+        groups.mark(role, indexes)
+        groups.member_fields.update(request.fields)
         rows = partition.publish(indexes, request.fields, request.tags, now)
         group_work.joined(state, call, partition, role, indexes)
     return rows

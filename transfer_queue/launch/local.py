@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,8 +16,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from transfer_queue.config import FullConfig, environment_text, preallocated_samples, to_plain, typed
+from transfer_queue.config import FullConfig, preallocated_samples, to_plain, typed
 from transfer_queue.errors import ConfigError, LaunchError, RemoteError, SamplerError, from_wire
+from transfer_queue.launch.directories import remove_directory, short_directory
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.sampler.registry import as_sampler
 from transfer_queue.server.orders import Orders, encode_orders
@@ -27,16 +26,13 @@ from transfer_queue.storage.backends import StorageBootstrapProvider, is_of_unit
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.utils.enum_utils import Role
 from transfer_queue.utils.logging_utils import get_logger
-from transfer_queue.utils.machine import pid_namespace
+from transfer_queue.utils.machine import machine_memory, pid_namespace
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
 _log = get_logger(__name__)
 _CONTROLLER = Role.CONTROLLER.value
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 5.0
-_MAX_PATH_NBYTES = 107  # of a Unix socket
-_NAME_NBYTES = 24
-_RANDOM_NBYTES = 8  # what mkdtemp adds
 
 
 class LocalQueue:
@@ -98,6 +94,7 @@ class LocalQueue:
         count = 1 if _together(config) or not is_of_units(backend) else storage.num_data_storage_units
         memory = storage.host_bytes(self._hosts)
         capacity = None if memory is None else max(1, memory // count)
+        warn_of_memory(memory)
         if storage.memory == "auto" and storage.capacity_bytes is None:
             _log.info(
                 "the queue holds at most %.1f GiB of values (backend.SimpleStorage.memory)", (memory or 0) / 2**30
@@ -164,6 +161,17 @@ class LocalQueue:
             self._finalizer()
 
 
+def warn_of_memory(nbytes: int | None) -> None:
+    """Warn where the system would kill the servers before the queue is full. ``nbytes``: of values, on this host."""
+    most = machine_memory()
+    if nbytes is not None and nbytes > most:
+        _log.warning(
+            "the queue may hold %.1f GiB of values (backend.SimpleStorage.memory), but the machine, or this process's "
+            "cgroup, has %.1f GiB: the system will kill servers before the queue is full. Lower memory, or raise the "
+            "container's limit.", nbytes / 2**30, most / 2**30,
+        )  # fmt: skip
+
+
 def spawn_server(directory: str) -> subprocess.Popen[str]:
     """Start a server process, which waits for its orders. ``directory``: of its sockets."""
     root = str(Path(__file__).resolve().parents[2])
@@ -194,36 +202,6 @@ def keys_for(config: FullConfig, directory: str) -> str | None:
     return path
 
 
-def short_directory(prefix: str) -> str:
-    """Make a directory for this user only, in which sockets with names of up to 24 characters can be bound.
-
-    It lies in the system's temporary directory if that path is short enough and has no blanks, at which shells and
-    scripts would tear the address; else in $XDG_RUNTIME_DIR, /tmp or /var/tmp.
-
-    Raises:
-        LaunchError: none of them will do.
-    """
-    longest = _MAX_PATH_NBYTES - len(os.fsencode(f"/{prefix}/")) - _RANDOM_NBYTES - _NAME_NBYTES
-    tried: dict[str, str] = {}
-    for parent in (tempfile.gettempdir(), environment_text("XDG_RUNTIME_DIR", ""), "/tmp", "/var/tmp"):
-        if not parent or parent in tried:
-            continue
-        if len(os.fsencode(os.path.abspath(parent))) > longest:
-            tried[parent] = f"longer than {longest} bytes"
-            continue
-        if len(parent.split()) > 1:
-            tried[parent] = "has blanks"
-            continue
-        try:
-            return tempfile.mkdtemp(prefix=prefix, dir=os.path.abspath(parent))  # mode 0700
-        except OSError as error:
-            tried[parent] = error.strerror or str(error)
-    found = "; ".join(f"{parent}: {reason}" for parent, reason in tried.items())
-    raise LaunchError(
-        f"there is no directory for the queue's sockets ({found}). Set TMPDIR to a short path that is writable."
-    )
-
-
 def end_servers(
     owner: int,
     processes: list[subprocess.Popen[str]],
@@ -250,7 +228,7 @@ def end_servers(
         if hasattr(resource, "close"):
             resource.close()
     resources.clear()
-    shutil.rmtree(directory, ignore_errors=True)
+    remove_directory(directory)
 
 
 def _await_end(process: subprocess.Popen[str]) -> None:

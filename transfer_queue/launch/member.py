@@ -9,7 +9,8 @@ from dataclasses import replace
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
 
-from transfer_queue.launch.local import await_ready, end_servers, send_orders, short_directory, spawn_server
+from transfer_queue.launch.directories import short_directory
+from transfer_queue.launch.local import await_ready, end_servers, send_orders, spawn_server
 from transfer_queue.launch.serve import member_orders
 from transfer_queue.utils.machine import pid_namespace
 

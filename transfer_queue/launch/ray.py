@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import time
 from multiprocessing.util import Finalize
@@ -15,7 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from transfer_queue import controller
 from transfer_queue.errors import LaunchError, TransferQueueError
 from transfer_queue.launch.actor_class import import_ray
-from transfer_queue.launch.local import portable, short_directory
+from transfer_queue.launch.directories import remove_directory, short_directory
+from transfer_queue.launch.local import portable
 from transfer_queue.launch.member import private_key_file
 from transfer_queue.launch.ray_actors import CONTROLLER_NAME
 from transfer_queue.launch.ray_units import (
@@ -25,6 +25,8 @@ from transfer_queue.launch.ray_units import (
     at_node,
     await_name,
     eligible_nodes,
+    end_units,
+    has_started,
     start_error,
     start_unit,
 )
@@ -111,12 +113,17 @@ class RayQueue:
             found = None
             while found is None:  # several processes may start it at once: the first one does, and the others find it
                 found = _found(deadline) or self._start(conf, deadline)
+            self.actor, connection = found
+            if not self._started:
+                _add_unit_here(self.actor, connection, deadline)
+        except ray.exceptions.RayError as error:
+            self._end_started()
+            raise LaunchError(
+                f"a node or an actor of the Ray cluster ended while the queue started: {error} Call init() again."
+            ) from error
         except BaseException:
             self._end_started()
             raise
-        self.actor, connection = found
-        if not self._started:
-            _add_unit_here(self.actor, connection, deadline)
         self.listen: str | None = connection["remote"]
         self.address, self.key_file = _reachable(connection)
         directory = None if self.key_file is None else os.path.dirname(self.key_file)
@@ -168,12 +175,12 @@ class RayQueue:
         connection = _connection(actor, deadline)
         if len(nodes) > 1:
             keys = answers([actor.keys.remote()], deadline)[0]
+            arguments = {"conf": plain, "join": connection["remote"], "keys": keys, "hosts": len(nodes)}
             for number, node in enumerate(nodes[1:], 1):
-                arguments = {"conf": plain, "join": connection["remote"], "keys": keys, "hosts": len(nodes)}
                 self._started.append(start_unit(number, node, arguments, deadline))
-            for failed in answers([unit.failed.remote() for unit in self._started[1:]], deadline):
-                if failed is not None:
-                    raise start_error(failed)
+            for unit, node in list(zip(self._started[1:], nodes[1:], strict=True)):
+                if not has_started(unit, node, deadline):
+                    self._started.remove(unit)
         return actor, connection
 
     def close(self) -> None:
@@ -191,9 +198,10 @@ class RayQueue:
             found = find()
             if found is None or found._actor_id != started[0]._actor_id:  # the others end without their handles
                 return
-            ray.wait([each.shutdown.remote() for each in started], num_returns=len(started), timeout=_STOP_TIMEOUT_S)
-            for each in started:
-                ray.kill(each)
+            first, *units = started
+            ray.wait([first.shutdown.remote()], timeout=_STOP_TIMEOUT_S)
+            end_units(units)
+            ray.kill(first)
             await_name(lambda: find() is None, time.monotonic() + _STOP_TIMEOUT_S, "its controller is still ending")
         except (ray.exceptions.RayError, TransferQueueError, ValueError) as error:
             _log.warning("the queue did not end as it should: %s", error)
@@ -249,4 +257,4 @@ def _reachable(connection: dict[str, Any]) -> tuple[str, str | None]:
 
 def _remove(owner: int, directory: str | None) -> None:
     if directory is not None and os.getpid() == owner:
-        shutil.rmtree(directory, ignore_errors=True)
+        remove_directory(directory)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from transfer_queue.config import merge, typed
-from transfer_queue.errors import InvalidRequestError, SamplerError, from_wire, to_wire
+from transfer_queue.errors import InvalidRequestError, SamplerError, TransferQueueError, from_wire, to_wire
 from transfer_queue.launch.controller_verbs import ControllerVerbs
 from transfer_queue.launch.local import LocalQueue
 from transfer_queue.launch.member import MemberServer
-from transfer_queue.launch.ray_units import START_TIMEOUT_S, answers, eligible_nodes, end_unit, start_unit
+from transfer_queue.launch.ray_units import START_TIMEOUT_S, eligible_nodes, end_units, has_started, start_unit
 from transfer_queue.sampler.sequential_sampler import SequentialSampler
 from transfer_queue.storage.backends import is_of_units
 from transfer_queue.transport.blocking import run_blocking
@@ -119,11 +119,13 @@ class ControllerActor(ControllerVerbs):
             deadline = time.monotonic() + START_TIMEOUT_S
             arguments = {"conf": self._given, "join": str(conf.listen), "keys": self.keys(), "hosts": self._hosts}
             unit = start_unit(len(self._nodes), node, arguments, deadline)
-            failed: tuple[str, str] | None = answers([unit.failed.remote()], deadline)[0]
-            if failed is None:
-                self._nodes.append(node)
-                self._later_units.append(unit)
-            return failed
+            try:
+                if has_started(unit, node, deadline):
+                    self._nodes.append(node)
+                    self._later_units.append(unit)
+            except TransferQueueError as error:
+                return to_wire(error)
+            return None
 
     def keys(self) -> Keys:
         """The public and the secret key, for servers of the queue. None: without encryption."""
@@ -177,8 +179,7 @@ class ControllerActor(ControllerVerbs):
         if client is not None:
             client.close()
         units, self._later_units = self._later_units, []
-        for unit in units:
-            end_unit(unit)
+        end_units(units)
         queue, self._queue = self._queue, None
         if queue is not None:
             queue.close()

@@ -11,11 +11,13 @@ from typing import Any
 from transfer_queue import controller
 from transfer_queue.errors import ConfigError, LaunchError, RemoteError, TransferQueueError, from_wire
 from transfer_queue.launch.actor_class import import_ray
+from transfer_queue.utils.logging_utils import get_logger
 
+_log = get_logger(__name__)
 NAMESPACE = "transfer_queue"
 _UNIT_NAME = "TransferQueueStorageUnit#{}"
 START_TIMEOUT_S = 180.0
-_STOP_TIMEOUT_S = 10.0
+_STOP_TIMEOUT_S = 3.0
 _LOOK_S = 0.05
 """How often it is checked whether Ray has freed the name of an actor."""
 
@@ -58,11 +60,34 @@ def start_unit(number: int, node: str, arguments: dict[str, Any], deadline: floa
     return started[0]
 
 
-def end_unit(unit: Any) -> None:
-    """End the actor of a storage unit, with its server. Its node may be gone already."""
+def has_started(unit: Any, node: str, deadline: float) -> bool:
+    """Whether the unit runs. False: its node has died, which Ray may have learned only now.
+
+    Raises:
+        LaunchError: its actor ended on a node that lives, or it took too long; otherwise the error that it met.
+    """
     ray = import_ray()
-    ray.wait([unit.shutdown.remote()], timeout=_STOP_TIMEOUT_S)
-    ray.kill(unit)
+    try:
+        failed = answers([unit.failed.remote()], deadline)[0]
+    except ray.exceptions.RayError as error:
+        if any(each["NodeID"] == node and each["Alive"] for each in ray.nodes()):
+            raise LaunchError(f"the actor of a storage unit ended while it started on node {node}: {error}") from error
+        _log.warning("node %s of the Ray cluster has died: the queue has no storage unit there.", node)
+        return False
+    if failed is not None:
+        raise start_error(failed)
+    return True
+
+
+def end_units(units: list[Any]) -> None:
+    """End the actors of storage units, with their servers. A server also ends without its actor or the controller, so
+    a node that has died, and does not answer, keeps nobody waiting.
+    """
+    ray = import_ray()
+    if units:
+        ray.wait([unit.shutdown.remote() for unit in units], num_returns=len(units), timeout=_STOP_TIMEOUT_S)
+    for unit in units:
+        ray.kill(unit)
 
 
 def answers(asked: list[Any], deadline: float) -> list[Any]:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -12,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transfer_queue.config import merge, typed
-from transfer_queue.errors import ConfigError, LaunchError
-from transfer_queue.launch.local import keys_for, orders_for, portable, short_directory, with_servers
+from transfer_queue.errors import ConfigError, LaunchError, TransferQueueError
+from transfer_queue.launch.directories import remove_directory, short_directory
+from transfer_queue.launch.local import keys_for, orders_for, portable, warn_of_memory, with_servers
 from transfer_queue.server.main import main
 from transfer_queue.server.orders import Orders
 from transfer_queue.storage.backends import is_of_units
@@ -45,7 +45,7 @@ def serve(
     Raises:
         ConfigError: an unknown key, an impossible value, or a key file that can't be read.
         LaunchError: the server can't listen, or the directory has a server already.
-        QueueUnreachableError: no controller answers at ``join``.
+        QueueUnreachableError: no controller answers at ``join``, or it has ended since.
     """
     merged = merge(conf)
     where = short_directory("tq-") if directory is None else own_directory(directory)
@@ -53,13 +53,15 @@ def serve(
         orders = member_orders(merged, join, where) if join else _first(merged, where)
         try:
             main(orders, lambda remote, metrics: ready(orders.address, remote, metrics))
+        except TransferQueueError:
+            raise
         except OSError as error:
             raise LaunchError(
                 f"can't listen at {merged.listen or orders.address}: {error.strerror or error}."
             ) from error
     finally:
         if directory is None:
-            shutil.rmtree(where, ignore_errors=True)
+            remove_directory(where)
 
 
 def own_directory(path: str) -> str:
@@ -97,6 +99,7 @@ def _first(conf: DictConfig, directory: str) -> Orders:
     if config.listen is not None:
         conf.key_file = keys_for(config, directory)
     memory = config.backend.SimpleStorage.memory_bytes()
+    warn_of_memory(memory)
     orders = orders_for(conf, address, directory, memory)
     return replace(orders, controller=True, unit="unit0", sampler=sampler)
 
@@ -118,6 +121,7 @@ def member_orders(conf: DictConfig, join: str, directory: str) -> Orders:
     running = with_servers(running, join, {"unit0": join}, {}, key_file)
     running.listen, running.key_file = config.listen, key_file
     memory = config.backend.SimpleStorage.memory_bytes()
+    warn_of_memory(memory)
     orders = orders_for(running, f"ipc://{directory}/unit", directory, memory)
     return replace(orders, unit=name, join=join)
 

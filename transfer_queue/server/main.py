@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from transfer_queue.errors import to_wire
+from transfer_queue.errors import QueueUnreachableError, TransferQueueError, to_wire
 
 if TYPE_CHECKING:
     from transfer_queue.config import SharedMemoryConfig
@@ -41,6 +41,9 @@ def main(orders: Orders, ready: Callable[[str | None, str | None], None]) -> Non
 
     ``ready`` is called once clients can connect: with the address for other hosts and "host:port" of the queue's
     metrics, as far as there are any.
+
+    Raises:
+        QueueUnreachableError: it had joined a queue, and has lost it.
     """
     # Before any import that starts threads (NumPy's does): one that did not block the signals would take them, and die.
     signal.pthread_sigmask(signal.SIG_BLOCK, _stop_signals(orders))
@@ -53,7 +56,13 @@ def main(orders: Orders, ready: Callable[[str | None, str | None], None]) -> Non
     ready(listening, front.metrics_endpoint())
     _collect_rarely()
     server.serve(front)
-    close()
+    try:
+        close()
+    finally:
+        _tidy_up(server, orders)
+
+
+def _tidy_up(server: SocketServer, orders: Orders) -> None:
     Path(server.address.removeprefix("ipc://")).unlink(missing_ok=True)
     if orders.parent is not None:  # it may end at the same moment, and does not tidy up then: the last process does
         with contextlib.suppress(OSError):  # the sockets of others are still there, or all is gone already
@@ -85,6 +94,8 @@ def open_front(
         if member is not None:
             member.leave()
         close()
+        if member is not None and member.lost is not None:
+            raise QueueUnreachableError(member.lost)
 
     return front, listening, end
 
@@ -129,13 +140,11 @@ def _join(server: SocketServer, front: Front, listening: str | None, orders: Ord
         return None
     member = Membership(controller, orders.key_file, name)
 
-    def lost(why: str) -> None:
-        if orders.parent is None:
-            print(why, file=sys.stderr, flush=True)
-        elif orders.listen is None:  # its owner, which has the controller, ends it, or it notices that the owner ended
-            return
-        else:  # the owner is a host's own, and may live on
-            shutil.rmtree(orders.directory, ignore_errors=True)
+    def lost() -> None:
+        if orders.parent is not None:
+            if orders.listen is None:  # its owner, which has the controller, ends it, or has ended itself
+                return
+            shutil.rmtree(orders.directory, ignore_errors=True)  # the owner is a host's own, and may live on
         server.stop()
 
     member.join(addresses, capacity, lost)
@@ -291,6 +300,8 @@ if __name__ == "__main__":
         main(decode_orders(text), lambda listening, _: _tell(replies, ready=True, listening=listening))
     except Exception as error:  # the guard of the start: the process that waits for "ready" gets the error
         if replies.closed:
+            if isinstance(error, TransferQueueError):  # it says why, without a traceback
+                sys.exit(f"error: {error}")
             raise
         code, text = to_wire(error)
         _tell(replies, code=code, text=text)

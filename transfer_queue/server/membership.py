@@ -22,9 +22,11 @@ class Membership:
         self._session = Session(f"unit {name}", Peer("controller", controller), key_file)
         self._name = name
         self._thread: threading.Thread | None = None
+        self.lost: str | None = None
+        """Why the unit ends, once the controller is gone."""
 
-    def join(self, addresses: list[str], capacity_nbytes: int | None, lost: Callable[[str], None]) -> None:
-        """From now on clients use this unit. ``lost`` is called in another thread once the controller is gone: why.
+    def join(self, addresses: list[str], capacity_nbytes: int | None, lost: Callable[[], None]) -> None:
+        """From now on clients use this unit. ``lost`` is called in another thread once the controller is gone.
 
         Raises:
             QueueUnreachableError: no controller answers.
@@ -34,7 +36,7 @@ class Membership:
         self._thread = threading.Thread(target=self._watch, args=(lost,), name="tq-membership", daemon=True)
         self._thread.start()
 
-    def _watch(self, lost: Callable[[str], None]) -> None:
+    def _watch(self, lost: Callable[[], None]) -> None:
         """The controller answers this only if units come or go. It fails when the controller has ended."""
         known: int | None = None
         try:
@@ -44,7 +46,8 @@ class Membership:
         except ClosedError:
             return  # by ``leave``
         except TransferQueueError as error:
-            lost(f"storage unit {self._name} ends, because it lost the queue: {error}")
+            self.lost = f"storage unit {self._name} ends, because it lost the queue: {error}"
+            lost()
 
     def leave(self) -> None:
         """The unit ends: its values are gone."""

@@ -262,18 +262,27 @@ class SharedMemoryManager(StorageManager):
         return {name: np.unique(np.concatenate(some)) for name, some in sorted(found.items())}
 
     async def stats(self) -> list[UnitStats]:
-        """Statistics of every unit, by their numbers, with the ``path`` of this client's values."""
-        units = await self._units.all()
+        """Statistics of every unit, by their numbers, with the ``path`` of this client's values.
+
+        A unit that does not answer, such as one that is dying, is left out.
+        """
+        units = [unit for _, unit in await self._units.all()]
         try:
-            answers = await self._ask(
-                [unit for _, unit in units], lambda: AskUnitStats(self.session.number()), UnitStats
-            )
-        except QueueUnreachableError:
-            if not await self._units.lost_among(number for number, _ in units):
-                raise
-            return await self.stats()
-        paths = (unit.path for _, unit in units)
-        return [msgspec.structs.replace(each, path=path) for each, path in zip(answers, paths, strict=True)]
+            return await self._stats_of(units)
+        except QueueUnreachableError as error:
+            found, failed = list[UnitStats](), error
+        for unit in units:
+            try:
+                found += await self._stats_of([unit])
+            except QueueUnreachableError as error:
+                failed = error
+        if not found:
+            raise failed
+        return found
+
+    async def _stats_of(self, units: Sequence[UnitConnection]) -> list[UnitStats]:
+        answers = await self._ask(units, lambda: AskUnitStats(self.session.number()), UnitStats)
+        return [msgspec.structs.replace(own, path=unit.path) for own, unit in zip(answers, units, strict=True)]
 
     async def close(self) -> None:
         self._units.close()

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EarlyCheckpoint: saves a checkpoint before samples that wait for one fill a bounded queue."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal
+
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_tq.callbacks.queue_checkpoint import finish_writing
+from lightning_tq.loader import StreamReader
+from lightning_tq.queue_room import Room
+from lightning_tq.run import Run
+from lightning_tq.topology import run_on_rank_zero
+from lightning_tq.trainer_compat import early_checkpoint_path, is_between_batches
+
+Action = Literal["", "written", "save"]
+
+
+class EarlyCheckpoint:
+    """Looks before a training stream waits for a batch. All ranks look at the same batches, and do the same.
+
+    An ack frees room, and needs a checkpoint: without it, a run that resumes could not train these samples again. So
+    where the next checkpoint is further away than the queue is large, producers and the trainer would wait for each
+    other for ever.
+    """
+
+    def __init__(self, run: Run, reader: StreamReader) -> None:
+        self._run, self._reader = run, reader
+        self._batches = 0
+        self._look_at = 2
+        self._has_told = False
+        storage = run.conf.get("backend", {}).get("SimpleStorage", {})
+        self._spills = bool(storage.get("ssd_offload", {}).get("enabled"))
+        """Then a full memory stops nobody."""
+
+    def before_batch(self) -> None:
+        """Acknowledge what a checkpoint holds by now, and save one if too much waits for it."""
+        progress, trainer = self._reader.progress, self._run.trainer
+        if not progress.waits_for_checkpoints or not is_between_batches(trainer):
+            return
+        if progress.trained:  # every rank has started its iterator, and has trained a batch of it
+            self._reader.ack_due()
+        self._batches += 1
+        path = early_checkpoint_path(trainer)
+        if path is None or self._batches < self._look_at:
+            return
+        action, pause = run_on_rank_zero(trainer, self._look)
+        self._look_at = self._batches + pause
+        if action == "save":
+            self._save(path)
+        if action:
+            run_on_rank_zero(trainer, partial(finish_writing, trainer))
+            progress.note_written()
+            self._reader.ack_due()
+
+    def _look(self) -> tuple[Action, int]:
+        """What to do, and how many batches later to look again. On the first rank."""
+        progress, run = self._reader.progress, self._run
+        units = [] if self._spills else run.client.get_storage_stats()
+        room = Room.of(run.client.get_stats(), units, self._reader.stream.task, run.topology.dp_size)
+        if room.batches_left(progress.kept):
+            return "", room.batches_until_look(progress.kept)
+        action: Action = "written" if progress.unwritten else "save" if progress.unsaved else ""
+        return action, 1
+
+    def _save(self, path: str) -> None:
+        if not self._has_told:
+            self._has_told = True
+            rank_zero_info(
+                f"{self._reader.progress.kept} trained batches of stream {self._reader.label!r} wait for a checkpoint "
+                f"and would fill the queue before one is due, so one is saved early, here and whenever that is so: "
+                f"{path}. Save more often (ModelCheckpoint(every_n_train_steps=...)), give the queue more memory, or "
+                f"acknowledge without a checkpoint: TQDataModule(ack='step')."
+            )
+        self._run.trainer.save_checkpoint(path, weights_only=False)

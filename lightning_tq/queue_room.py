@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Room: how many trained batches may wait for a checkpoint before they fill the queue. It is pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_MOST_BETWEEN_LOOKS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a bounded queue has for the samples of one task."""
+
+    samples: float
+    """How many fit beside those of partitions that the task doesn't read. Infinite: the queue has no bound."""
+    batch: float
+    """Samples that all ranks take at once."""
+
+    @classmethod
+    def of(cls, stats: Mapping[str, Any], units: Sequence[Mapping[str, Any]], task: str, dp_size: int) -> Room:
+        """``stats``, ``units``: ``client.get_stats()`` and ``client.get_storage_stats()``.
+
+        Sizes are means over all samples that the queue holds now. So they are estimates: keep a distance.
+        """
+        partitions = stats["partitions"].values()
+        own = [each["tasks"][task] for each in partitions if task in each["tasks"]]
+        live = sum(each["samples"] for each in partitions)
+        others = sum(each["samples"] for each in partitions if task not in each["tasks"])
+        nbytes = sum(unit["live_nbytes"] for unit in units)
+        limits = [unit["capacity_bytes"] for unit in units if unit["capacity_bytes"] is not None]
+        by_bytes = sum(limits) * live / nbytes if limits and len(limits) == len(units) and nbytes else math.inf
+        by_count = math.inf if stats["capacity"] is None else stats["capacity"]
+        batches, taken = sum(each["in_flight"] for each in own), sum(each["in_flight_samples"] for each in own)
+        return cls(min(by_bytes, by_count) - others, dp_size * taken / batches if batches else 1.0)
+
+    def batches_left(self, kept: int) -> int:
+        """How many more batches may be trained before those that wait must be acknowledged; 0: none.
+
+        Half of the room is for samples that are being made or were fetched ahead, and at least three batches.
+        """
+        if math.isinf(self.samples):
+            return _MOST_BETWEEN_LOOKS
+        most = min(self.samples / 2, self.samples - 3 * self.batch) / self.batch
+        return max(0, math.floor(most) - kept)
+
+    def batches_until_look(self, kept: int) -> int:
+        """When to look again: sizes may grow, so half-way, and after a hundred batches at the latest."""
+        return min(max(1, self.batches_left(kept) // 2), _MOST_BETWEEN_LOOKS)

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run in a bounded queue doesn't stand still because the next checkpoint is further away than the queue is large."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from producing import rows
+from recorders import Recorder
+
+import transfer_queue as tq
+from lightning_tq import PartitionSwitch, TQCheckpoint, TQDataModule
+from lightning_tq.queue_room import Room
+from tests.lightning.conftest import stream
+
+MakeTrainer = Callable[..., Trainer]
+Indexes = list[int]
+
+
+@contextmanager
+def producer(puts: dict[str, int]) -> Iterator[Indexes]:
+    """A client of its own puts so many times 4 rows into these partitions, one after the other, and seals them."""
+    indexes: Indexes = []
+
+    def put() -> None:
+        for name, count in puts.items():
+            for number in range(count):
+                meta = tq.get_client().put(rows(4, start=4 * number), partition_id=name)
+                indexes.extend(meta.global_indexes)
+            tq.get_client().seal_partition(name)
+
+    thread = threading.Thread(target=put)
+    thread.start()
+    yield indexes
+    thread.join()
+
+
+def start_queue(**storage: Any) -> None:
+    tq.init({"backend": {"SimpleStorage": {"num_data_storage_units": 1, **storage}}})
+
+
+ROW_BYTES = 100
+"""Fewer than a row has here."""
+_A_DAY = timedelta(days=1)
+
+
+@pytest.mark.parametrize("bound", [{"memory": 32 * ROW_BYTES}, {"total_storage_size": 32}], ids=["bytes", "samples"])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "in background"])
+def test_a_checkpoint_is_saved_early_where_the_queue_would_be_full_before_the_next_one(
+    trainer: MakeTrainer, tmp_path: Path, bound: dict[str, Any], asynchronous: bool
+) -> None:
+    start_queue(**bound)
+    model = Recorder()
+    saves = ModelCheckpoint(tmp_path / "kept", train_time_interval=_A_DAY)
+    with producer({"train": 30}) as indexes:
+        dm = TQDataModule(train=stream("train", clear_consumed=True))
+        callbacks = [saves, TQCheckpoint(asynchronous=asynchronous)]
+        trainer(callbacks=callbacks, enable_checkpointing=True).fit(model, datamodule=dm)
+    assert model.indexes() == indexes
+    assert {path.name for path in (tmp_path / "kept").glob("last*")} == {"last-early.ckpt", "last-early.ckpt.tq"}
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.parametrize("partition", ["train", "train@{epoch}"])
+@pytest.mark.parametrize("options", [{}, {"num_batches": 10}, {"num_workers": 1}], ids=["ahead", "length", "worker"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_run_resumes_from_an_early_checkpoint_as_if_it_had_not_stopped(
+    trainer: MakeTrainer, tmp_path: Path, partition: str, options: dict[str, Any], accumulate: int
+) -> None:
+    start_queue(total_storage_size=48)
+    names = {partition.format(epoch=epoch): 10 for epoch in range(3)} if "{" in partition else {"train": 30}
+    made = stream(partition, clear_consumed=True, **options)
+    once = {"max_epochs": 3, "accumulate_grad_batches": accumulate, "enable_checkpointing": True}
+    first, second = Recorder(fail_at=22), Recorder()
+    with producer(names) as indexes:
+        saves = ModelCheckpoint(tmp_path / "kept", train_time_interval=_A_DAY)
+        callbacks = [saves, PartitionSwitch(clear_finished=False)]
+        with pytest.raises(ValueError, match="failed on request"):
+            trainer(callbacks=callbacks, **once).fit(first, datamodule=TQDataModule(train=made))
+        saves = ModelCheckpoint(tmp_path / "kept", train_time_interval=_A_DAY)
+        resumed = trainer(callbacks=[saves], **once)
+        resumed.fit(second, datamodule=TQDataModule(train=made), ckpt_path="last")
+    again = len(first.indexes()) + len(second.indexes()) - len(indexes)
+    assert 0 < again < 48, "what the early checkpoint doesn't hold is trained again"
+    assert second.indexes() == indexes[len(first.indexes()) - again :]
+    epochs = 3 if "{" in partition or "num_batches" in options else 1
+    steps_of_epoch = -(-30 // epochs // accumulate)
+    assert (resumed.global_step, resumed.current_epoch) == (epochs * steps_of_epoch, epochs)
+
+
+@pytest.mark.parametrize(("steps", "ahead"), [(8, {"num_batches": 16}), (7, {})], ids=["length", "ahead"])
+def test_a_distance_between_checkpoints_that_is_larger_than_the_queue_is_refused(
+    trainer: MakeTrainer, tmp_path: Path, steps: int, ahead: dict[str, Any]
+) -> None:
+    start_queue(total_storage_size=32)
+    dm = TQDataModule(train=stream("train", clear_consumed=True, **ahead))
+    saves = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=steps + 1)
+    text = (
+        rf"every {steps} steps \(ModelCheckpoint\(every_n_train_steps={steps}\)\), acknowledge without a checkpoint "
+        r"\(TQDataModule\(ack='step'\)\), or raise total_storage_size"
+    )
+    with pytest.raises(ValueError, match=text):
+        trainer(callbacks=[saves], enable_checkpointing=True).fit(Recorder(), datamodule=dm)
+
+
+def test_a_distance_that_just_fits_is_trained(trainer: MakeTrainer, tmp_path: Path) -> None:
+    start_queue(total_storage_size=32)
+    model = Recorder()
+    saves = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=7)
+    with producer({"train": 20}) as indexes:
+        dm = TQDataModule(train=stream("train", clear_consumed=True))
+        trainer(callbacks=[saves], enable_checkpointing=True).fit(model, datamodule=dm)
+    assert model.indexes() == indexes
+
+
+def test_checkpoints_of_weights_alone_keep_no_batch(trainer: MakeTrainer, tmp_path: Path) -> None:
+    start_queue(total_storage_size=32)
+    model = Recorder()
+    saves = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=100, save_weights_only=True)
+    with producer({"train": 20}) as indexes:
+        dm = TQDataModule(train=stream("train", clear_consumed=True))
+        trainer(callbacks=[saves], enable_checkpointing=True).fit(model, datamodule=dm)
+    assert model.indexes() == indexes
+    assert not list((tmp_path / "kept").glob("last*"))
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch", "kept", "left", "look"),
+    [(100, 10, 0, 5, 2), (100, 10, 4, 1, 1), (100, 10, 5, 0, 1), (40, 10, 0, 1, 1), (40, 10, 1, 0, 1)],
+)
+def test_half_of_the_room_and_three_batches_are_left_for_what_comes(
+    samples: float, batch: float, kept: int, left: int, look: int
+) -> None:
+    room = Room(samples, batch)
+    assert (room.batches_left(kept), room.batches_until_look(kept)) == (left, look)
