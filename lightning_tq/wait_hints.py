@@ -135,7 +135,7 @@ def _queue_is_full(wait: StreamWait) -> Found:
     what = first.what + (f", the first of {more + 1} puts," if more else "")
     put = replace(first, what=what, age_s=None, to_do=(*_clearing(wait), *first.to_do[-2:]))
     if kept := _kept(wait):
-        put = replace(put, held_up_by=(*first.held_up_by, f"{counted(kept, 'trained batch')} of it waits for its ack"))
+        put = replace(put, held_up_by=(*first.held_up_by, f"among them {kept:,} trained batch{'es' * (kept != 1)}"))
     return "full", f"{wait.finding.statement}, and the queue is full: {put}"
 
 

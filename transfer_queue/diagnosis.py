@@ -316,9 +316,9 @@ def _put(stats: Numbers, waiting: Numbers) -> Finding:
     return found
 
 
-def _freeing(keepers: Iterable[str]) -> Iterator[str]:
-    """What frees room. Samples that wait for their ack can't be cleared."""
-    if any("has not acknowledged" in each for each in keepers):
+def _freeing(keepers: Sequence[str]) -> Iterator[str]:
+    """What frees room. Where all is consumed, samples that wait for their ack can't be cleared."""
+    if keepers and "has not acknowledged" in keepers[0]:
         yield "let the trainer acknowledge sooner (checkpoints more often, or ack='step')"
     yield "clear consumed samples or partitions"
 

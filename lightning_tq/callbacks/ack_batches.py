@@ -28,7 +28,9 @@ class AckBatches(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         run = Run.find(trainer)
-        for reader in run.of_stage("train") if run is not None else ():
+        if run is None:
+            return
+        for reader in run.of_stage("train"):
             if reader.stream.clearing_tasks:  # otherwise an ack frees no room
                 reader.before_batch = EarlyCheckpoint(run, reader).before_batch
 

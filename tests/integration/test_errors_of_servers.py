@@ -222,3 +222,21 @@ def test_a_reader_that_does_not_allow_pickle_never_unpickles(start):
     trusting.close()
     with pytest.raises(TypeError, match="allow_pickle"):
         tq.get_client().get_data(meta)
+
+
+def test_a_unit_that_does_not_answer_is_left_out_of_the_statistics(start):
+    conf = start(
+        {
+            "server_processes": "each", "client": {"timeout_s": 5.0 * SLOW},
+            "backend": {"SimpleStorage": {"num_data_storage_units": 2}},
+        }
+    )  # fmt: skip
+    client, pid = tq.get_client(), conf.backend.SimpleStorage.zmq_info["unit1"].pid
+    assert [unit["unit"] for unit in client.get_storage_stats()] == ["unit0", "unit1"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert [unit["unit"] for unit in client.get_storage_stats()] == ["unit0"]
+        assert [unit["name"] for unit in client.get_stats()["storage_units"]] == ["unit0", "unit1"]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert [unit["unit"] for unit in client.get_storage_stats()] == ["unit0", "unit1"]

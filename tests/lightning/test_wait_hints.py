@@ -7,6 +7,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -380,3 +381,31 @@ def test_producers_of_a_second_fit_in_the_queue_of_the_first_one_are_told_what_i
     assert told not in caplog.messages
     trainer(max_epochs=2).fit(Recorder(), datamodule=dm)
     assert told in caplog.messages
+
+
+def test_a_queue_that_is_full_of_batches_that_wait_for_their_ack_says_what_acknowledges_them(
+    trainer: MakeTrainer, hints: Hints
+) -> None:
+    def put() -> None:
+        for number in range(6):
+            tq.get_client().put(rows(4, start=4 * number), partition_id="train")
+        tq.get_client().seal_partition("train")
+
+    # A checkpoint by hand may come at any time, so nothing can be refused, and nobody says where an early one belongs.
+    streamed = stream("train", clear_consumed=True)
+    with TQDataModule(train=streamed, queue={"units": 1, "total_storage_size": 12}, ack="checkpoint") as dm:
+        hints.then = lambda text: dm.client.clear_partition("train") if "is full" in text else None
+        writer = threading.Thread(target=suppressed, args=(put,))
+        writer.start()
+        trainer().fit(Recorder(), datamodule=dm)
+        writer.join()
+    assert hints.texts[-1].endswith(
+        "task 'learn' has not acknowledged 12 samples, among them 2 trained batches. Save checkpoints more often "
+        "(ModelCheckpoint(every_n_train_steps=...)), acknowledge without a checkpoint (TQDataModule(ack='step')), "
+        "raise total_storage_size, or raise put_timeout_s."
+    )
+
+
+def suppressed(act: Callable[[], None]) -> None:
+    with suppress(tq.TransferQueueError):  # its partition was cleared
+        act()

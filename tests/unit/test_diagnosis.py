@@ -124,6 +124,14 @@ def test_a_full_queue_says_which_tasks_do_not_read() -> None:
     ]
 
 
+def test_a_put_that_waits_for_trained_samples_is_told_what_acknowledges_them() -> None:
+    (text,) = said(stats([PUT], 10, tasks={"learn": {"consumed": 8, "in_flight_samples": 8}}))
+    assert (
+        "task 'learn' has not acknowledged 8 samples. Let the trainer acknowledge sooner (checkpoints more often"
+        in text
+    )
+
+
 @pytest.mark.parametrize(("capacity", "is_of_the_checkpoint"), [(None, True), (13, True), (12, False)])
 def test_a_put_that_a_checkpoint_holds_up_names_who_saves_it(capacity: int | None, is_of_the_checkpoint: bool) -> None:
     told = {**stats([PUT], capacity), "clients": {"idle.1": {"freezes": 0}, "saver.2": {"freezes": 1}}}
