@@ -52,7 +52,7 @@ GROUPS = {
 # Files and folders of lightning_tq. Each may import those in lines above its own: annotations and functions count, too.
 LIGHTNING_RANKS = """
     checks
-    progress prompts stream topology
+    progress prompts queue_room stream topology
     device_copies queue_config queue_report queue_picture rank_watchdog dashboard_process
     batch trainer_compat queue_connection
     loader producers run_members

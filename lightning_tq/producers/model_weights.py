@@ -158,7 +158,7 @@ class WeightsReader:
             meta = next_samples(get_meta, wait_s)
         except ProducersGoneError:
             self._trainer_died = True
-            return next_samples(get_meta, 0.0) if self._trainer_came(least, wait_s) else None
+            return self._next(0.0) if wait_s and self._trainer_came(least, wait_s) else None
         self._trainer_died = False
         return meta
 

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -181,27 +182,32 @@ signal.pause()
 """
 
 
-def test_the_next_start_removes_what_a_killed_process_left_and_nothing_else(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    others = [
-        subprocess.Popen([sys.executable, "-c", MAKES_A_DIRECTORY], env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    assert [other.stdout.readline() for other in others] == ["made\n"] * 2
-    (tmp_path / "tq-foreign").mkdir()
-    held = short_directory("tq-")
-    assert len(list(tmp_path.glob("tq-*"))) == 4
-    others[0].kill()
-    others[0].wait()
-    remove_directory(held)
-    remove_directory(short_directory("tq-"))
-    left = sorted(path.name for path in tmp_path.glob("tq-*/*"))
-    assert (left, len(list(tmp_path.glob("tq-*")))) == (["keys"], 2)
-    others[1].kill()
-    for other in others:
-        other.wait()
-        other.stdout.close()
+def test_the_next_start_removes_what_a_killed_process_left_and_nothing_else(monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # short enough for sockets
+        monkeypatch.setattr("tempfile.tempdir", folder)
+        (Path(folder) / "tq-foreign").mkdir()
+        with makes_a_directory(folder) as killed, makes_a_directory(folder):
+            held = short_directory("tq-")
+            assert len(list(Path(folder).glob("tq-*"))) == 4
+            killed.kill()
+            killed.wait()
+            remove_directory(held)
+            remove_directory(short_directory("tq-"))
+            left = [path.name for path in Path(folder).glob("tq-*/*")]
+            assert (left, len(list(Path(folder).glob("tq-*")))) == (["keys"], 2)
+
+
+@contextlib.contextmanager
+def makes_a_directory(folder):
+    """A process that has made one in this folder and holds it."""
+    environment = {**os.environ, "TMPDIR": folder}
+    command = [sys.executable, "-c", MAKES_A_DIRECTORY]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "made\n"
+            yield process
+        finally:
+            process.kill()
 
 
 def test_where_no_directory_is_short_enough_the_places_are_named(monkeypatch):
