@@ -99,10 +99,10 @@ def test_a_version_cleared_while_it_was_fetched_is_skipped_for_the_next(client: 
 
 KILLED_TRAINER = """
 import os, signal, torch
-from lightning_tq.producers.model_weights import WeightsSnapshot
+from lightning_tq.producers.model_weights import WEIGHTS_PARTITION, WeightsSnapshot
 snapshot = WeightsSnapshot()
 snapshot.prepare({"weight": torch.zeros(2)}, None, pinned=False)
-snapshot.put("weights", 0, {})
+snapshot.put(WEIGHTS_PARTITION, 0, {})
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
