@@ -43,7 +43,8 @@ def short_directory(prefix: str) -> str:
     """Make a directory for this user only, in which sockets with names of up to 24 characters can be bound.
 
     It lies in the system's temporary directory if that path is short enough and has no blanks, at which shells and
-    scripts would tear the address; else in $XDG_RUNTIME_DIR, /tmp or /var/tmp. What this user's killed processes left there is removed first.
+    scripts would tear the address; else in $XDG_RUNTIME_DIR, /tmp or /var/tmp. What this user's killed processes left
+    there is removed first.
 
     Raises:
         LaunchError: none of them will do.
