@@ -17,7 +17,6 @@ import torch
 import transfer_queue as tq
 from tests.integration.noticing import WAIT_S, ended
 from transfer_queue.errors import QueueUnreachableError
-from transfer_queue.launch.local import short_directory
 
 
 def long_directory(parent: Path, nbytes: int) -> Path:
@@ -30,7 +29,7 @@ def long_directory(parent: Path, nbytes: int) -> Path:
 
 
 def use_a_queue_of_its_own(processes: str, **env: str) -> None:
-    """In a fork, as if it were started with these environment variables."""
+    """In a fork, as if it were started with these environment variables. Its address can be cut at blanks."""
     tq.close()
     os.environ.pop("TQ_ADDRESS", None)
     os.environ.update(env)
@@ -44,6 +43,7 @@ def use_a_queue_of_its_own(processes: str, **env: str) -> None:
     assert float(data["y"].values().numpy().sum()) == 300_000
     directory = os.path.dirname(conf.address.removeprefix("ipc://"))
     assert os.stat(directory).st_mode & 0o777 == 0o700
+    assert len(directory.split()) == 1, directory
     tq.close()
     assert not os.path.exists(directory), directory
 
@@ -56,17 +56,10 @@ def test_a_queue_works_below_a_long_tmpdir(tmp_path, fork, processes, nbytes):
     assert not list(directory.iterdir()), "nothing is left behind"
 
 
-def use_an_address_without_blanks(**env: str) -> None:
-    use_a_queue_of_its_own("one", **env)
-    directory = short_directory("tq-")
-    os.rmdir(directory)
-    assert len(directory.split()) == 1, "scripts may cut what `serve` prints at blanks"
-
-
 def test_a_tmpdir_with_blanks_is_not_part_of_an_address(tmp_path, fork):
     blank = tmp_path / "with blanks"
     blank.mkdir()
-    assert ended(fork(use_an_address_without_blanks, TMPDIR=str(blank))) == 0
+    assert ended(fork(use_a_queue_of_its_own, "one", TMPDIR=str(blank))) == 0
 
 
 def test_a_runtime_directory_that_is_gone_is_no_obstacle(tmp_path, fork):

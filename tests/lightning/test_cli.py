@@ -19,7 +19,6 @@ from recorders import Recorder
 
 import transfer_queue as tq
 from lightning_tq import TQCLI, TQDataModule
-from lightning_tq.cli import COMMANDS, OPTIONS_OF_A_TRAINER
 from tests.console import lightning_tq
 from tests.lightning.conftest import HERE, ROOT
 
@@ -324,26 +323,6 @@ def test_help_explains_the_options(option: str, says: list[str], capsys: pytest.
     assert exit_.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert [text for text in says if text not in shown] == []
-
-
-def test_help_has_a_line_for_every_subcommand_and_each_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    assert lightning_tq(["--help"]) == 0
-    rows = dict(re.findall(r"^  ([\w-]+)  +(\S.*)$", capsys.readouterr().out, re.M))
-    assert list(rows) == list(COMMANDS)
-    assert [name for name, line in rows.items() if not line.endswith(".")] == []
-    for name in COMMANDS:
-        with pytest.raises(SystemExit, match="0"):
-            lightning_tq([name, "--help"])
-        assert re.match(rf"usage: lightning-tq .*\b{name}\b", capsys.readouterr().out)
-
-
-def test_the_first_parts_of_a_trainers_options_are_known_without_lightning(capsys: pytest.CaptureFixture[str]) -> None:
-    parts = set()
-    for name in ("fit", "validate", "test", "predict"):
-        with pytest.raises(SystemExit, match="0"):
-            lightning_tq([name, "--help"])
-        parts |= set(re.findall(r"^  (?:-\w, )?--(\w+)", capsys.readouterr().out, re.M))
-    assert parts <= set(OPTIONS_OF_A_TRAINER)
 
 
 def test_the_package_and_its_names_load_without_torch() -> None:
