@@ -84,7 +84,7 @@ class ReaderDataset(StreamingDataset):
     reader: StreamReader | None = None
 
     def trained(self, partition_id: str, batch_index: int) -> None:
-        """A batch that the training loop has asked for may not be trained: its steps are told by the reader."""
+        """A batch that the training loop has asked for may not be trained: the reader reports its steps."""
         if self.reader is None or self.reader.stage != "train":
             super().trained(partition_id, batch_index)
 

@@ -157,8 +157,8 @@ def _with_rates(partition: Numbers, earlier: Numbers, seconds: float) -> Numbers
         tasks[name] = {**task, "consumed_per_s": _rate(task["done_total"], was.get("done_total", 0), seconds)}
     put_per_s = _rate(partition["put_total"], earlier.get("put_total", 0), seconds)
     groups = partition.get("groups")
-    told = {} if groups is None else {"groups": {**groups, "told": list(Finding.of_groups("", groups).held_up_by)}}
-    return {**partition, "put_per_s": put_per_s, "tasks": tasks, **told}
+    added = {} if groups is None else {"groups": {**groups, "says": list(Finding.of_groups("", groups).held_up_by)}}
+    return {**partition, "put_per_s": put_per_s, "tasks": tasks, **added}
 
 
 def _rate(now: int, before: int, seconds: float) -> float | None:
@@ -268,7 +268,7 @@ def _task_row(task: Numbers) -> list[str | Text]:
 
 def _group_row(name: str, groups: Numbers) -> list[str | Text]:
     slots = [f"{task}: {each['used']:,} of {each['budget']:,}" for task, each in groups["slots"].items()]
-    return [name, f"{groups['added']:,}", ", ".join(groups["told"]), ", ".join(slots)]
+    return [name, f"{groups['added']:,}", ", ".join(groups["says"]), ", ".join(slots)]
 
 
 def _waiting_row(finding: Numbers) -> list[str | Text]:

@@ -199,8 +199,8 @@ def _wrong(stats: Numbers, units_error: str | None) -> Iterator[Finding]:
         yield Finding(kind="storage", what="storage:", held_up_by=(units_error.rstrip("."),))
     for alarm in stats["alarms"]:
         number, age_s, held = alarm["number"], alarm["seen_s_ago"], f"held the server for {alarm['held_s']:.1f} s"
-        told = (held, "when nobody else was served", f"seen {age_s:.0f} s ago")
-        yield Finding(kind="sampler", names=(number,), what=alarm["what"], age_s=age_s, held_up_by=told)
+        facts = (held, "when nobody else was served", f"seen {age_s:.0f} s ago")
+        yield Finding(kind="sampler", names=(number,), what=alarm["what"], age_s=age_s, held_up_by=facts)
 
 
 def _full(stats: Numbers, puts: Sequence[Finding]) -> Iterator[Finding]:
@@ -328,80 +328,80 @@ def _kept(partition: Numbers) -> dict[str, tuple[int, int]]:
     return {name: (samples - own["consumed"], own["in_flight_samples"]) for name, own in tasks}
 
 
-def _fetch(told: Numbers) -> Finding:
-    """``told``: one of ``get_stats()["waiting"]`` and what is known of its partition, or a reply and what was asked."""
-    task, partition = told["task"], told["partition"]
-    waits_for, causes, remedies = _samples_of(told), _causes, _remedies
-    if told.get("groups") and not told.get("refused"):
-        count = told["groups"]["slots"].get(task, {"per_step": 0})["per_step"]
+def _fetch(facts: Numbers) -> Finding:
+    """``facts``: one of ``get_stats()["waiting"]`` and what is known of its partition, or a reply and what was asked."""
+    task, partition = facts["task"], facts["partition"]
+    waits_for, causes, remedies = _samples_of(facts), _causes, _remedies
+    if facts.get("groups") and not facts.get("refused"):
+        count = facts["groups"]["slots"].get(task, {"per_step": 0})["per_step"]
         waits_for, causes, remedies = f"{count:,} group{'s' * (count != 1)} of {partition!r}", _of_groups, _for_groups
     return Finding(
         kind="fetch", names=(task, partition), what=f"task {task!r}", waits_for=waits_for,
-        age_s=told["waited_s"], held_up_by=tuple(causes(told)), to_do=tuple(remedies(told)),
-        client=told.get("client", ""),
+        age_s=facts["waited_s"], held_up_by=tuple(causes(facts)), to_do=tuple(remedies(facts)),
+        client=facts.get("client", ""),
     )  # fmt: skip
 
 
-def _causes(told: Numbers) -> Iterator[str]:
+def _causes(facts: Numbers) -> Iterator[str]:
     """Why a fetch waits."""
-    if told.get("refused"):
-        yield told["refused"].rstrip(".")
-    if "elsewhere" in told:
-        yield f"the partition is not in the queue, which {told['elsewhere']}"
+    if facts.get("refused"):
+        yield facts["refused"].rstrip(".")
+    if "elsewhere" in facts:
+        yield f"the partition is not in the queue, which {facts['elsewhere']}"
         return
-    if told.get("ready") is not None:
-        yield f"{told['ready']:,} ready"
-    for name, count in told.get("lacking", {}).items():
+    if facts.get("ready") is not None:
+        yield f"{facts['ready']:,} ready"
+    for name, count in facts.get("lacking", {}).items():
         yield f"{count:,} lack{'s' * (count == 1)} field {name!r}"
-    if count := told.get("unmatched"):
+    if count := facts.get("unmatched"):
         yield f"{count:,} do{'es' * (count == 1)}n't match the filter"
-    if count := told.get("reserved"):
-        owed_by = told.get("owed_by", ())
+    if count := facts.get("reserved"):
+        owed_by = facts.get("owed_by", ())
         others = " and maybe others" * (len(owed_by) >= _MOST_OWING)
         owing = f" by client{'s' * (len(owed_by) > 1)} {', '.join(owed_by)}{others}" if owed_by else ""
         yield f"{count:,} {_be(count)} reserved{owing} and not put yet"
-    yield from (f"{_counted(n)} lost {name!r} with a storage unit" for name, n in told.get("lost", {}).items())
-    yield from _about_the_partition(told)
+    yield from (f"{_counted(n)} lost {name!r} with a storage unit" for name, n in facts.get("lost", {}).items())
+    yield from _about_the_partition(facts)
 
 
-def _about_the_partition(told: Numbers) -> Iterator[str]:
-    if unknown := _unknown(told):
-        known = ", ".join(map(repr, told["known_fields"]))
+def _about_the_partition(facts: Numbers) -> Iterator[str]:
+    if unknown := _unknown(facts):
+        known = ", ".join(map(repr, facts["known_fields"]))
         yield f"nobody has put field {' or '.join(map(repr, unknown))} so far (there are {known})"
-    if not _is_short(told):
+    if not _is_short(facts):
         yield "Sampler returned no samples of those that are ready, or earlier fetches of the task still wait"
-    elif told.get("sealed"):
+    elif facts.get("sealed"):
         yield "the partition is sealed"
-    last = told.get("last_published_s", "")
+    last = facts.get("last_published_s", "")
     if last != "":
         yield "nothing was published yet" if last is None else f"last published {last:.0f} s ago"
 
 
-def _remedies(told: Numbers) -> Iterator[str]:
+def _remedies(facts: Numbers) -> Iterator[str]:
     """What the one whose fetch waits may do."""
-    partition, is_short = told["partition"], _is_short(told)
-    is_expected = told.get("lacking") or told.get("reserved") or told.get("last_published_s", 0.0) is None
-    if told.get("lost"):
+    partition, is_short = facts["partition"], _is_short(facts)
+    is_expected = facts.get("lacking") or facts.get("reserved") or facts.get("last_published_s", 0.0) is None
+    if facts.get("lost"):
         yield from _put_again(partition)
-    elif told.get("sealed") and is_short:
+    elif facts.get("sealed") and is_short:
         yield from ("put what is missing", "clear those samples")
     else:
         yield from ("check the producers", "lower batch_size")
-        if _unknown(told) or "elsewhere" in told:
-            yield f"compare the names of the {'partitions' if 'elsewhere' in told else 'fields'}"
+        if _unknown(facts) or "elsewhere" in facts:
+            yield f"compare the names of the {'partitions' if 'elsewhere' in facts else 'fields'}"
         elif is_short and not is_expected:
             yield f"seal the partition if nothing more comes (client.seal_partition({partition!r}))"
     yield "wait longer (timeout_s)"
 
 
-def _is_short(told: Numbers) -> bool:
-    return told.get("ready") is None or told["wanted"] is None or told["ready"] < told["wanted"]
+def _is_short(facts: Numbers) -> bool:
+    return facts.get("ready") is None or facts["wanted"] is None or facts["ready"] < facts["wanted"]
 
 
-def _unknown(told: Numbers) -> list[str]:
+def _unknown(facts: Numbers) -> list[str]:
     """Fields that no sample has, where there are samples."""
-    known = told.get("known_fields")
-    return [name for name in told["fields"] if known and name not in known]
+    known = facts.get("known_fields")
+    return [name for name in facts["fields"] if known and name not in known]
 
 
 # ---- groups ----
@@ -421,19 +421,19 @@ def _states_of(groups: Numbers) -> tuple[str, ...]:
     return *clauses.values(), *(f"{count:,} rejected by {gate}" for gate, count in groups["rejected"].items())
 
 
-def _of_groups(told: Numbers) -> Iterator[str]:
-    yield from _states_of(told["groups"]) or ("there are none",)
-    slots = told["groups"]["slots"].get(told["task"])
+def _of_groups(facts: Numbers) -> Iterator[str]:
+    yield from _states_of(facts["groups"]) or ("there are none",)
+    slots = facts["groups"]["slots"].get(facts["task"])
     if slots is not None and slots["used"] >= slots["budget"]:
         yield f"{slots['used']:,} of {slots['budget']:,} slots in use"
-    if told.get("sealed"):
+    if facts.get("sealed"):
         yield "the partition is sealed"
 
 
-def _for_groups(told: Numbers) -> Iterator[str]:
+def _for_groups(facts: Numbers) -> Iterator[str]:
     """What may help a task that waits for groups, by what there is most of."""
-    states, task = told["groups"]["states"], told["task"]
-    slots = told["groups"]["slots"].get(task, {"used": 0, "budget": 1})
+    states, task = facts["groups"]["states"], facts["task"]
+    slots = facts["groups"]["slots"].get(task, {"used": 0, "budget": 1})
     if states.get("running"):
         yield from ("look at the worker of the oldest group", "set deadline_s (add_groups)")
     elif states.get("closed"):
@@ -445,7 +445,7 @@ def _for_groups(told: Numbers) -> Iterator[str]:
         yield from ("let the trainer say what it has trained (client.advance)", f"raise ahead of {task!r}")
     elif not states.get("waiting"):
         yield "add groups"
-    if told["groups"]["rejected"]:
+    if facts["groups"]["rejected"]:
         yield "loosen the gate"
     yield "wait longer (timeout_s)"
 

@@ -91,7 +91,7 @@ class PromptWatch:
     def wait(self, wanted: int, timeout_s: float) -> None:
         """Until half of the prompts that are still missing have ended, but no longer than this.
 
-        So most that end cost no message, the last one is told of at once, and groups to evict are seen early.
+        So most that end cost no message, the last one is reported at once, and groups to evict are seen early.
         """
         ended = self.table.num_ended()
         count = ended + max(1, (wanted - ended) // 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's replay buffers, told of finished rollouts by the queue instead of polling it. Needs verl; made with 0.9.1.
+"""verl's replay buffers, notified of finished rollouts by the queue, without polling. Needs verl; made with 0.9.1.
 
 What is evicted, refilled and sampled stays verl's code. Two steps of it are replaced: listing all keys, and sleeping.
 docs/migration.md says how to set it.

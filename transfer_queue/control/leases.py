@@ -202,7 +202,7 @@ class Leases:
             self.trainer(task).charged += 1
 
     def free(self, group: Group) -> None:
-        """It was trained, or has left. Whoever waits for a slot may have it."""
+        """It was trained, or has left. One that waits for a slot may have it."""
         for task in group.terms.tasks:
             trainer = self.trainer(task)
             trainer.charged -= group.is_charged

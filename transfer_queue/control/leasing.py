@@ -260,7 +260,7 @@ def retry(state: PlaneState, call: Call, request: p.RetryGroups) -> Steps:
     for task, consumer in partition.consumers.items():
         if state.leases.sampler(task) is not None and consumer.end_of(None) is not None:
             raise GroupStateError(
-                f"partition {partition.name!r} is sealed, and task {task!r} has been told that nothing more comes: a "
+                f"partition {partition.name!r} is sealed, and task {task!r} was answered that nothing more comes: a "
                 f"group that waits again would never be trained. Add it to another partition."
             )
     among = partition.listed.matching(request.where)

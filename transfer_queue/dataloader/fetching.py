@@ -86,14 +86,14 @@ class _QueueBatch:
 
     def open(self) -> tuple[Any, BatchMeta]:
         """Values that were lost with a storage unit are waited for until their producers have put them again."""
-        told = ""
+        last_text = ""
         while True:
             try:
                 return self._fetcher.client.take(self._batch), self._batch.meta
             except QueueUnreachableError as error:
-                if str(error) != told:  # it may take some tries until the controller misses the unit, too
-                    told = str(error)
-                    logger.warning("batch %d can't be read, and is requested again: %s", self._index, told)
+                if str(error) != last_text:  # it may take some tries until the controller misses the unit, too
+                    last_text = str(error)
+                    logger.warning("batch %d can't be read, and is requested again: %s", self._index, last_text)
                 again = None if self._fetcher.pause(_LOST_S) else _FromQueue(self._fetcher, self._index).answer()
                 if again is None:
                     raise

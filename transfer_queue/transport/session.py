@@ -88,15 +88,17 @@ class Session:
         Args:
             keep: The servers keep the answers until ``done``, because more steps follow.
         """
-        told = {peer.address: self._to_tell(peer) for peer, _, _ in asks}
+        confirmed = {peer.address: self._to_tell(peer) for peer, _, _ in asks}
         calls = []
         for peer, request, frames in asks:
             # A publish can't be reverted. Its answer stays, so that the caller can ask for the outcome.
             cancel = None if isinstance(request, p.Publish) else partial(self._cancel_of, request)
-            calls.append(PeerCall(peer, p.encode_request(request, *told[peer.address]), frames, cancel, request.id))
+            calls.append(
+                PeerCall(peer, p.encode_request(request, *confirmed[peer.address]), frames, cancel, request.id)
+            )
         replies = await self.caller.call_many(calls, timeout_s)
         for peer, request, _ in asks:
-            own, (received, read) = self._received.setdefault(peer.address, set()), told[peer.address]
+            own, (received, read) = self._received.setdefault(peer.address, set()), confirmed[peer.address]
             own.difference_update(received)
             self.done_reading.difference_update(read)
             if not keep and isinstance(request, p.KEPT):
