@@ -329,7 +329,7 @@ def _kept(partition: Numbers) -> dict[str, tuple[int, int]]:
 
 
 def _fetch(facts: Numbers) -> Finding:
-    """``facts``: one of ``get_stats()["waiting"]`` and what is known of its partition, or a reply and what was asked."""
+    """``facts``: one of ``get_stats()["waiting"]`` and those of its partition, or a reply and what was asked."""
     task, partition = facts["task"], facts["partition"]
     waits_for, causes, remedies = _samples_of(facts), _causes, _remedies
     if facts.get("groups") and not facts.get("refused"):

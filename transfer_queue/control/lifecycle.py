@@ -195,7 +195,7 @@ def ack(state: PlaneState, call: Call, request: p.Ack) -> p.Reply:
 
 
 def _clear_again(state: PlaneState, partition: Partition) -> None:
-    """A task is done with samples. A client that asked to clear them before may wait for room now, and not ask again."""
+    """A task is done with samples. A client that asked to clear them before may wait for room, and not ask again."""
     more = partition.clears is not None
     while more:
         gone, more = _clear_done(state, partition, _being_read(state, partition))
