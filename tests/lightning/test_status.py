@@ -47,7 +47,7 @@ HOLDINGS = {
 UNIT = {
     "unit": "unit0", "samples": 10, "values": 10, "live_nbytes": 1 << 20, "held_nbytes": 3 << 19, "blocks": 1,
     "capacity_bytes": 1 << 28, "parked": 0, "parked_nbytes": 0, "arena_nbytes": 1 << 21, "recyclable_nbytes": 0,
-    "leased_nbytes": 0, "pins": 0, "uncommitted_nbytes": 0,
+    "leased_nbytes": 0, "pins": 0, "uncommitted_nbytes": 0, "spilled_nbytes": 0,
 }  # fmt: skip
 
 
@@ -128,6 +128,7 @@ def test_the_tables_show_samples_by_task_waiting_requests_and_units() -> None:
         f"a put of Rollout.8 2.0 s room for 3 MiB in a queue of 256 MiB {kept}",
         "unit samples live held of arena",
         "unit0 10 1.0 MiB 1.5 MiB 256 MiB 2.0 MiB",
+        f"the queue is full, 20 of 20 samples, 1.5 MiB of 256 MiB, 2 puts wait for room, {kept}",
     ]
 
 
@@ -157,7 +158,8 @@ def test_what_is_wrong_is_shown_and_empty_columns_are_not() -> None:
         )
     )
     assert shown[2] == "train all producers of 'rewards' have died 10 learn 6 1 4 3"
-    assert shown[-1].endswith("2.0 MiB 512 B 2 (2.0 KiB)")
+    assert shown[-2].endswith("2.0 MiB 512 B 2 (2.0 KiB)")
+    assert shown[-1].startswith("the queue is full, 1.5 MiB of 256 MiB, 1 put waits for room")
 
 
 def test_names_are_shown_as_they_are_whatever_brackets_they_hold() -> None:
