@@ -15,14 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import stream
 from lightning.pytorch import LightningModule
 from producing import fill, rows
 
 import transfer_queue as tq
 from lightning_tq import Producer, Stream, TQDataModule
 from tests.console import lightning_tq
-from tests.lightning.conftest import ROOT
+from tests.lightning.conftest import ROOT, stream
 from transfer_queue.errors import InvalidRequestError
 
 pytestmark = pytest.mark.timeout(600)

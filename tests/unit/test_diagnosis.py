@@ -125,7 +125,7 @@ def test_a_full_queue_says_which_tasks_do_not_read() -> None:
 
 
 def test_a_put_that_waits_for_trained_samples_is_told_what_acknowledges_them() -> None:
-    (text,) = said(stats([PUT], 10, tasks={"learn": {"consumed": 8, "in_flight_samples": 8}}))
+    _, text = said(stats([PUT], 10, tasks={"learn": {"consumed": 8, "in_flight_samples": 8}}))
     assert (
         "task 'learn' has not acknowledged 8 samples. Let the trainer acknowledge sooner (checkpoints more often"
         in text

@@ -49,7 +49,6 @@ def seal(state: PlaneState, call: Call, request: p.SealPartition) -> p.Reply:
     partition = state.get_or_create(request.partition)
     partition.seal()
     state.changed(partition)
-    state.refuses(request.partition)
     state.waits.wake_first((LEASES,))
     return p.Done(request.id)
 

@@ -105,6 +105,8 @@ class PlaneState:
             return
         if waits.has((KEYS, name)) and partition.listed.take_changed():
             waits.wake((KEYS, name))
+        if partition.sealed:  # by now, where this was the last sample that was promised
+            self.refuses(name)
         waits.wake_first((FETCHES, name))
         if waits.has((FETCHES, name)):
             for task, consumer in partition.consumers.items():

@@ -94,7 +94,7 @@ def open_front(
         if member is not None:
             member.leave()
         close()
-        if member is not None and member.lost is not None:
+        if member is not None and member.lost is not None and orders.parent is None:  # else its owner knows
             raise QueueUnreachableError(member.lost)
 
     return front, listening, end

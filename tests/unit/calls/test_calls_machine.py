@@ -172,7 +172,7 @@ class CallsMachine(RuleBasedStateMachine):
             self.reasons[wait] += op[5]
         line = self.lines.setdefault(wait.queue, [])
         line.append(wait)
-        wait.rank = (wait.rank[0], next(self.arrivals))  # as the room will number it
+        wait.rank = (wait.order, next(self.arrivals))  # as the room will number it
         line.sort(key=lambda each: each.rank)
         wait.owner = call
         return wait

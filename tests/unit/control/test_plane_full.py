@@ -105,6 +105,17 @@ def test_who_waited_for_room_in_vain_is_told_how_many_samples_nothing_but_a_clea
     refused(reply, "StorageFullError", text)
 
 
+def test_a_writer_that_waits_is_refused_at_once_when_the_last_promised_sample_seals_the_partition(make_plane):
+    plane = make_plane(capacity=4)
+    put(plane, 3, partition="q")
+    (last,) = reserve(plane, 1)
+    send(plane, ACTOR, p.CreatePartition, "p", 1)
+    assert ask(plane, REWARDER, p.Reserve, "p", 2, wait_s=50.0) is None
+    (_, late) = publish(plane, [last])
+    assert late.client == REWARDER
+    refused(late.reply, "InvalidRequestError", "sealed after 1 samples", "2 more")
+
+
 def test_a_writer_that_waits_for_a_partition_that_is_sealed_meanwhile_is_told_at_once(make_plane):
     plane = make_plane(capacity=1)
     put(plane, 1, partition="q")
