@@ -16,9 +16,10 @@ _END_S = 5.0
 
 def program_name(argv: Sequence[str]) -> str:
     """Such as "grpo" for ``lightning-tq fit --config configs/grpo.yaml``, and "train" for ``python train.py``."""
-    configs = [second for first, second in pairwise(argv) if first in ("-c", "--config")]
+    configs = [second for first, second in pairwise(argv[1:]) if first in ("-c", "--config")]
     configs += [word.partition("=")[2] for word in argv if word.startswith("--config=")]
-    return PurePath((configs or argv or [""])[0]).stem
+    programs = [word for word in argv[:1] if not word.startswith("-")]  # "-c": Python got the program's text
+    return PurePath(next(iter([*configs, *programs]), "")).stem
 
 
 class DashboardProcess:
@@ -33,7 +34,7 @@ class DashboardProcess:
             LaunchError: the program can't be started.
         """
         command = [sys.executable, "-m", "lightning_tq", "dashboard", "--until-input-ends"]
-        command += ["--name", name or program_name(sys.argv), address]
+        command += [f"--name={name or program_name(sys.argv)}", address]
         try:
             # In a session of its own, so that Ctrl-C reaches the run alone. Its input ends with this process.
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)

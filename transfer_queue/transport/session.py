@@ -110,7 +110,8 @@ class Session:
         own = self._received.get(peer.address)
         read = self.done_reading if peer.address == self.controller.address else None
         few = p.MOST_ROWS  # the rest goes with later messages
-        return list(itertools.islice(own or (), few)), list(itertools.islice(read or (), few))
+        # Whole lists, because other threads add to these sets: an iterator made here might meet another size.
+        return list(own or ())[:few], list(read or ())[:few]
 
     def _cancel_of(self, request: p.Request) -> bytes:
         return p.encode_request(p.Cancel(self.number(), request.id))
