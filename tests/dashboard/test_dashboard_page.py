@@ -182,7 +182,7 @@ def test_tasks_may_be_called_as_other_series_are_or_as_what_every_object_of_the_
     async def look(page: Page) -> None:
         for name in names:
             await page.shows(f"task {name}")
-        expected = ["put 0 samples/s", *(f"task {name} 0 samples/s" for name in names)]
+        expected = ["put 0.00 samples/s", *(f"task {name} 0.00 samples/s" for name in names)]
         await page.shows(*expected)
         legend = "[...document.querySelectorAll('#chart-throughput .legend li')].map(item => item.innerText.trim())"
         assert await page.evaluate(legend) == expected
