@@ -17,26 +17,19 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
-
 from benchmarks.channels.batches import AHEAD, SIZE
-from benchmarks.channels.worker import FIGURES
 from benchmarks.common import arguments, report
-from benchmarks.startup import environment_of
 from benchmarks.versus import environment
-from benchmarks.versus.package import each, naming
+from benchmarks.versus.fresh import figures_of
 
-ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_S = 90
 SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "TQ_CONTROLLER_GET_METADATA_TIMEOUT": str(DEADLINE_S)}
 """For the peer: a reader that waits for longer than a second would fail."""
-BOOT = "import json, sys; sys.path.{how}; from benchmarks.channels.worker import main; main(**json.loads(sys.argv[1]))"
 
 
 class Way(NamedTuple):
@@ -90,25 +83,10 @@ def measured(case: Case, size: Size, python: str | None) -> dict[str, Any]:
     Args:
         python: Interpreter of the environment with Ray and the peer; None: this one.
     """
-    how = f"insert(0, {str(ROOT)!r})" if python is None else f"append({str(ROOT)!r})"
-    with tempfile.TemporaryDirectory(prefix="vs-") as folder:  # short: Ray makes sockets below it
-        order = {**case._asdict(), **size._asdict(), "way": WAYS[case.way].function}
-        try:
-            done = subprocess.run(
-                [python or sys.executable, "-c", BOOT.format(how=how), json.dumps({**order, "folder": folder})],
-                cwd=folder,
-                env={**environment_of(ROOT if python is None else None), **SETTINGS},
-                capture_output=True,
-                text=True,
-                timeout=DEADLINE_S,
-                check=False,
-            )
-        finally:
-            each(naming(folder), psutil.Process.kill)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(FIGURES)]
-    if not lines:
+    order = {**case._asdict(), **size._asdict(), "way": WAYS[case.way].function}
+    found, done = figures_of("benchmarks.channels.worker", order, python, DEADLINE_S, SETTINGS)
+    if found is None:
         raise RuntimeError(f"{case.label} gave no figures but exit code {done.returncode}: {done.stderr[-3000:]}")
-    found: dict[str, Any] = json.loads(lines[-1].removeprefix(FIGURES))
     return found
 
 

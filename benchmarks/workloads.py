@@ -27,23 +27,17 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from benchmarks.common import arguments, report, rounded
 from benchmarks.loads.capture import LEASED
 from benchmarks.loads.common import OURS, PEER, RAY_STORE, REDIS
-from benchmarks.loads.worker import FIGURES
-from benchmarks.startup import environment_of
 from benchmarks.versus import environment
-from benchmarks.versus.package import each, naming
+from benchmarks.versus.fresh import figures_of
 
-ROOT = Path(__file__).resolve().parents[1]
 WORKLOADS = {
     "lists": (OURS, RAY_STORE),
     "maths": (OURS, PEER, RAY_STORE),
@@ -56,7 +50,6 @@ NEED_RAY = (PEER, RAY_STORE)
 ROUNDS, DEADLINE_S = 3, 1800.0
 QUICK_SCALE = 0.004
 SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "TQ_CONTROLLER_GET_METADATA_TIMEOUT": "600"}
-BOOT = "import json, sys; sys.path.{how}; from benchmarks.loads.worker import main; main(*json.loads(sys.argv[1]))"
 
 
 def measured(workload: str, system: str, scale: float, python: str | None) -> dict[str, Any]:
@@ -65,29 +58,15 @@ def measured(workload: str, system: str, scale: float, python: str | None) -> di
     Args:
         python: Interpreter of the environment with Ray and the peer; None: this one.
     """
-    how = f"insert(0, {str(ROOT)!r})" if python is None else f"append({str(ROOT)!r})"
-    with tempfile.TemporaryDirectory(prefix="vs-") as folder:  # short: Ray makes sockets below it
-        order = json.dumps([workload, system, scale, folder])
-        try:
-            done = subprocess.run(
-                [python or sys.executable, "-c", BOOT.format(how=how), order],
-                cwd=folder,
-                env={**environment_of(ROOT if python is None else None), **SETTINGS},
-                capture_output=True,
-                text=True,
-                timeout=DEADLINE_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return {"failed": f"not done after {DEADLINE_S:.0f} s"}
-        finally:
-            each(naming(folder), psutil.Process.kill)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(FIGURES)]
-    if not lines:
+    order = {"workload": workload, "system": system, "scale": scale}
+    try:
+        found, done = figures_of("benchmarks.loads.worker", order, python, DEADLINE_S, SETTINGS)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"not done after {DEADLINE_S:.0f} s"}
+    if found is None:
         last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
         print(f"{workload}, {system}: {done.stderr[-3000:]}", file=sys.stderr, flush=True)
         return {"failed": " ".join(last) or f"exit code {done.returncode}"}
-    found: dict[str, Any] = json.loads(lines[-1].removeprefix(FIGURES))
     return found
 
 

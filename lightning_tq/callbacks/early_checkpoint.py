@@ -30,7 +30,7 @@ class EarlyCheckpoint:
         self._run, self._reader = run, reader
         self._batches = 0
         self._look_at = 2
-        self._has_told = False
+        self._has_said = False
         storage = run.conf.get("backend", {}).get("SimpleStorage", {})
         self._spills = bool(storage.get("ssd_offload", {}).get("enabled"))
         """Then a full memory stops nobody."""
@@ -66,8 +66,8 @@ class EarlyCheckpoint:
         return action, 1
 
     def _save(self, path: str) -> None:
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_said:
+            self._has_said = True
             rank_zero_info(
                 f"{self._reader.progress.kept} trained batches of stream {self._reader.label!r} wait for a checkpoint "
                 f"and would fill the queue before one is due, so one is saved early, here and whenever that is so: "

@@ -42,7 +42,7 @@ _MOST_OPEN = 2
 """Directories that stay open. Ranks of one round are in one of them, and the next round may be in the next."""
 
 
-class _Segment:
+class _Directory:
     """One directory. A control plane of its own describes the batches, so metadata is as the queue gave it."""
 
     def __init__(self, path: Path) -> None:
@@ -64,8 +64,7 @@ class _Segment:
         batch = describe(0, own, indexes, own.schema.fields_of(rows) if fields is None else list(fields), rows)
         if entry is not None:
             (task,) = own.consumers.values()
-            others = [task.ledger.get((rank, entry.key[1])) for rank in range(entry.dp_size or 1)]
-            most = max(len(each.indexes) for each in (*others, entry) if each is not None)
+            most = task.ledger.most_rows(entry.key[1], entry.dp_size or 1)
             padding = None if entry.padding is None else entry.padding.tobytes()
             batch = replace(batch, token=entry.token, batch_index=entry.key[1], padding=padding, most_rows=most)
         return to_meta(batch)
@@ -120,7 +119,7 @@ class RecordedBatches:
         self.rounds: dict[tuple[str, int], list[int | None]] = {}
         """By (partition, batch), in the order in which they were given, the ranks that got a share."""
         self._where: dict[tuple[str, int | None, int], Path] = {}
-        self._open: dict[Path, _Segment] = {}
+        self._open: dict[Path, _Directory] = {}
         self._dp_sizes: set[int] = set()
         self._layout, self._allow_pickle = "dense", False
         for path in sorted(path for path in self.directory.glob("[0-9]*") if is_checkpoint(path)):
@@ -171,22 +170,22 @@ class RecordedBatches:
         """
         path = self._path(partition, rank, batch_index)
         with reading(path):
-            segment = self._segment(path)
-            (task,) = segment.partitions[partition].consumers.values()
+            saved = self._saved(path)
+            (task,) = saved.partitions[partition].consumers.values()
             entry = task.ledger.get((rank, batch_index))
             assert entry is not None, "it is listed"
             try:
-                meta = segment.meta(partition, entry.indexes, fields, entry)
+                meta = saved.meta(partition, entry.indexes, fields, entry)
             except SampleClearedError as error:
                 raise CheckpointError(f"batch {batch_index} was cleared before it was recorded: {error}") from error
-            return segment.values(meta, self._layout, self._allow_pickle), meta
+            return saved.values(meta, self._layout, self._allow_pickle), meta
 
     def get_heads(self, meta: BatchMeta, fields: Sequence[str] | None = None, layout: str = "dense") -> TensorDict:
         """As the client's verb of this name, for a batch of this record."""
         partition, heads = meta.partition_ids[0], np.array(list(dict.fromkeys(meta.heads or ())), np.int64)
-        rank = next(rank for rank in self.rounds[partition, meta.batch_index or 0])
-        segment = self._segment(self._path(partition, rank, meta.batch_index or 0))
-        return segment.values(segment.meta(partition, heads, fields), layout, self._allow_pickle)
+        rank = self.rounds[partition, meta.batch_index or 0][0]
+        saved = self._saved(self._path(partition, rank, meta.batch_index or 0))
+        return saved.values(saved.meta(partition, heads, fields), layout, self._allow_pickle)
 
     def __call__(
         self, tq_client: TransferQueueClient, data_fields: Sequence[str], partition_id: str,
@@ -210,10 +209,10 @@ class RecordedBatches:
             f"{known}. Where recording began later, resume the run from a checkpoint of that step."
         )
 
-    def _segment(self, path: Path) -> _Segment:
+    def _saved(self, path: Path) -> _Directory:
         if path not in self._open:
             self._open = dict(list(self._open.items())[1 - _MOST_OPEN :])
-            self._open[path] = _Segment(path)
+            self._open[path] = _Directory(path)
         return self._open[path]
 
     def __getstate__(self) -> dict[str, Any]:

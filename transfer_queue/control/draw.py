@@ -125,6 +125,11 @@ class Tasks:
         """The registered tasks."""
         return iter(self._tasks.values())
 
+    def is_follower(self, name: str) -> bool:
+        """Whether it draws nothing, and is given what another task is given."""
+        task = self._tasks.get(name)
+        return task is not None and task.follows is not None
+
     def followers(self, name: str) -> list[str]:
         """The tasks that follow this one."""
         return [task.name for task in self._tasks.values() if task.follows == name]

@@ -224,18 +224,15 @@ def leave(state: PlaneState, partition: Partition, group: Group, into: str, reas
 def finish(state: PlaneState, partition: Partition, group: Group) -> None:
     """The group is done: it is deleted, with its head. A task that follows another may still hold its members."""
     assert partition.groups is not None
-    rows, followers = partition.rows_of(np.array(group.all_members()[:1], dtype=np.int64)), _followers(state)
-    readers = [own for name, own in partition.consumers.items() if name in followers]
-    if any(own.ledger.is_open(own.given.item(row)) for own in readers for row in rows.tolist()):
-        return
+    readers = [own for name, own in partition.consumers.items() if state.tasks.is_follower(name)]
+    if readers:
+        rows = partition.rows_of(np.array(group.all_members()[:1], dtype=np.int64)).tolist()
+        if any(own.ledger.is_open(own.given.item(row)) for own in readers for row in rows):
+            return
     state.leases.dismiss(group)
     indexes = [*group.all_members(), group.index]
     partition.groups.forget(group)
     delete(state, partition, indexes)
-
-
-def _followers(state: PlaneState) -> set[str]:
-    return {task.name for task in state.tasks if task.follows is not None}
 
 
 def delete(state: PlaneState, partition: Partition, indexes: list[int]) -> None:
@@ -526,7 +523,7 @@ def trained(state: PlaneState, task: str, drawn: Iterable[tuple[Groups, Group]])
 def acked(state: PlaneState, partition: Partition, task: str, entries: Sequence[Entry]) -> None:
     """A task has acknowledged these batches, so it has trained their groups. What all have acknowledged is deleted."""
     groups = partition.groups
-    follows = task in _followers(state)
+    follows = state.tasks.is_follower(task)
     if groups is None or not entries or (state.leases.sampler(task) is None and not follows):
         return
     rows, found = partition.table.find(np.concatenate([entry.indexes for entry in entries]))

@@ -84,6 +84,7 @@ class _Grants:
             self._take_begun(partition, groups)
             self._take_fresh(partition, groups, among)
             if len(self._leases) > before:
+                self._state.producers.announced(self._call, groups.member_fields)
                 groups.flush()
                 self._state.changed(partition)
             if not self._num_missing:
@@ -134,7 +135,6 @@ class _Grants:
         leases, request = self._state.leases, self._request
         if request.keep == "none" and group.closed and not leases.holders(group):
             group_work.gone(self._state, groups.begin_anew(group))
-        self._state.producers.announced(self._call, groups.member_fields)
         free = leases.free_parts(group)
         for parts in [[part] for part in free[: self._num_missing]] if request.by_part else [free]:
             made = leases.grant(self._call, groups, group, parts, request.lease_s)

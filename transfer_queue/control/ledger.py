@@ -104,6 +104,11 @@ class Ledger:
         """Those of these ranks for which this batch was drawn."""
         return [] if batch_index >= self._end else [rank for rank in ranks if self.holds((rank, batch_index))]
 
+    def most_rows(self, batch_index: int, num_ranks: int) -> int:
+        """The largest share of this round; 0 if none of these ranks has one."""
+        shares = [self.get((rank, batch_index)) for rank in range(num_ranks)]
+        return max((len(share.indexes) for share in shares if share is not None), default=0)
+
     def first_undrawn(self, key: BatchKey, first: int) -> int:
         """The first batch, at least ``first``, after the last one drawn for this rank before this batch."""
         own = self._ranks.get(key[0])

@@ -188,7 +188,7 @@ def ack(state: PlaneState, call: Call, request: p.Ack) -> p.Reply:
     num_acked = acknowledge(state, partition, request.task, request.tokens, request.earlier)
     if num_acked:
         state.changed(partition)  # a reader may wait for fields of this batch
-        if state.tasks.get(request.task).follows is not None:
+        if state.tasks.is_follower(request.task):
             _clear_again(state, partition)
     return p.Done(request.id, num_acked)
 
@@ -223,7 +223,7 @@ def reset_consumption(state: PlaneState, call: Call, request: p.ResetConsumption
 
 def forget_task(state: PlaneState, call: Call, request: p.ForgetTask) -> p.Reply:
     """Delete a task in all partitions and end its waiting fetches. If it comes again, it reads from the start."""
-    if state.tasks.get(request.task).follows is not None:  # groups may only have waited for it
+    if state.tasks.is_follower(request.task):  # groups may only have waited for it
         for partition in state.partitions.values():
             if request.task in partition.consumers:
                 entries = partition.consumers[request.task].ledger.open_entries()

@@ -418,8 +418,8 @@ class ServedFetch:
         batch = self._batch(left.indexes, left.rows, entry.token, entry.key[1], padding)
         if self._dp_size in (None, 1) or self._groups is None:
             return batch
-        known = (self.consumer.ledger.get((rank, entry.key[1])) for rank in range(self._dp_size))
-        return msgspec.structs.replace(batch, most_rows=max(len(own.indexes) for own in known if own is not None))
+        most = self.consumer.ledger.most_rows(entry.key[1], self._dp_size)
+        return msgspec.structs.replace(batch, most_rows=most)
 
     def _end(self, draw: Draw, now: float) -> Batch | Ended | None:
         """Decide whether a round that can't be filled now will ever be.

@@ -228,7 +228,7 @@ class _FrozenConsumer:
 def _chosen(state: PlaneState, partition: Partition, task: str | None) -> tuple[list[str], Indexes | None]:
     """What is saved of a partition: its tasks, and which samples (None: all)."""
     if task is None:
-        return [name for name in partition.consumers if state.tasks.get(name).follows is None], None
+        return [name for name in partition.consumers if not state.tasks.is_follower(name)], None
     samples = partition.consumers[task].ledger.open_indexes()
     rows, found = partition.table.find(samples)
     heads = [] if partition.groups is None else [partition.groups.heads_of(rows[found])]
