@@ -232,11 +232,11 @@ def test_a_unit_that_does_not_answer_is_left_out_of_the_statistics(start):
         }
     )  # fmt: skip
     client, pid = tq.get_client(), conf.backend.SimpleStorage.zmq_info["unit1"].pid
-    assert [unit["unit"] for unit in client.get_storage_stats()] == ["unit0", "unit1"]
+    assert sorted(unit["unit"] for unit in client.get_storage_stats()) == ["unit0", "unit1"]
     os.kill(pid, signal.SIGSTOP)
     try:
         assert [unit["unit"] for unit in client.get_storage_stats()] == ["unit0"]
-        assert [unit["name"] for unit in client.get_stats()["storage_units"]] == ["unit0", "unit1"]
+        assert sorted(unit["name"] for unit in client.get_stats()["storage_units"]) == ["unit0", "unit1"]
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert [unit["unit"] for unit in client.get_storage_stats()] == ["unit0", "unit1"]
+    assert sorted(unit["unit"] for unit in client.get_storage_stats()) == ["unit0", "unit1"]
