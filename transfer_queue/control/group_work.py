@@ -242,7 +242,8 @@ def delete(state: PlaneState, partition: Partition, indexes: list[int]) -> None:
 
 def gone(state: PlaneState, indexes: p.Indexes) -> None:
     """These rows were cleared: their values are deleted, unless a save is still to read them."""
-    state.delete(state.freezes.keep(indexes))
+    if len(indexes):
+        state.delete(state.freezes.keep(indexes))
 
 
 def clearing(state: PlaneState, partition: Partition, indexes: p.Indexes) -> p.Indexes:

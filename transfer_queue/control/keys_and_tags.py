@@ -159,8 +159,11 @@ class TagStore(Mapping[int, Tags]):
         if merge and any(before):
             pairs = zip(before, tags, strict=True)
             tags = [{**_decoder.decode(old), **new} if old else new for old, new in pairs]
+        last, packed = None, None
         for row, own in zip(rows.tolist(), tags, strict=True):
-            column[row] = _encoder.encode(own) if own else None
+            if own is not last:  # many groups wait with the same tags, which are one object in memory
+                last, packed = own, _encoder.encode(own) if own else None
+            column[row] = packed
 
     def of(self, indexes: Indexes, rows: Rows) -> dict[int, Tags]:
         """The tags of those samples that have some; ``rows`` are the samples' rows."""
