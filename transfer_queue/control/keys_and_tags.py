@@ -57,6 +57,11 @@ class KeyMap:
         block = self._blocks.get(index // _BLOCK)
         return None if block is None else block.get(index)
 
+    def have(self, indexes: Sequence[int]) -> list[bool]:
+        """Whether each of these samples has a key."""
+        blocks, none = self._blocks, dict[int, str]()
+        return [index in blocks.get(index // _BLOCK, none) for index in indexes]
+
     def unbind(self, indexes: Iterable[int]) -> None:
         """Delete the keys of these samples."""
         for index in indexes:
