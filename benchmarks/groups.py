@@ -23,6 +23,7 @@ from benchmarks.common import arguments, report
 from transfer_queue import protocol as p
 from transfer_queue.control.plane import ControlPlane
 from transfer_queue.sampler import GroupSampler
+from transfer_queue.server.main import collect_rarely
 
 READY, QUICK_READY = 100_000, 2_000
 LEASES, QUICK_LEASES = 8_192, 256
@@ -186,6 +187,7 @@ def refill_ms(repeats: int) -> float:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = arguments(__doc__).parse_args(argv)
+    collect_rarely()  # as a server does
     ready, leases, repeats = (QUICK_READY, QUICK_LEASES, QUICK_REPEATS) if options.quick else (READY, LEASES, REPEATS)
     few = max(ready // 10, 2 * GROUPS)
     found: dict[str, Any] = {"ready": ready, "leases": leases, "lease_32_ms": lease_ms(repeats)}
