@@ -61,6 +61,7 @@ def actor(client, name) -> str:
 # ---- workers that die ----
 
 
+@pytest.mark.programs
 def test_killed_workers_lose_skip_and_repeat_nothing(client, script, name, actor, tmp_path):
     metas = client.add_groups(heads(NUM_GROUPS), name, parts=2, worker_attempts=50, tasks=[actor])
     client.seal_partition(name)
