@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lightning_tq.cli.new_command import write_template
-from transfer_queue.errors import ConfigError
 
-_FAILED, _REFUSED, _INTERRUPTED = 1, 2, 130
+_FAILED, _INTERRUPTED = 1, 130
 _LINES_EVERY_S = 3.0
 _PAGE = re.compile(r"^Dashboard: (\S+)")
 _STEP = re.compile(r"^step (\d+): (\d+)% ")
@@ -51,11 +50,7 @@ def main(args: Sequence[str]) -> int:
     parser.add_argument("--no-browser", action="store_true", help="Print the page's address, and don't open it.")
     options = parser.parse_args(args)
     directory = Path(options.directory or tempfile.mkdtemp(prefix="lightning-tq-demo-"))
-    try:
-        write_template("grpo", directory)
-    except ConfigError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return _REFUSED
+    write_template("grpo", directory)
     print(
         f"The demo's files are in {directory}. Trainer, queue and workers start, which takes some seconds.", flush=True
     )

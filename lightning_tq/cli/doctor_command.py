@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,14 +41,15 @@ def problem(text: str) -> Line:
     return Line(True, text)
 
 
-def main(args: Sequence[str], address: str | None) -> int:
+def main(args: Sequence[str]) -> int:
     """Look for problems of the environment and of a running queue, and say what mends them.
 
     Without an address and TQ_ADDRESS, only the environment is looked at. It changes nothing in the queue. Exit codes:
     0, 1 if there is a problem, 2 for an invalid option.
     """
     parser = argparse.ArgumentParser("lightning-tq doctor", description=main.__doc__, allow_abbrev=False)
-    parser.add_argument("address", nargs="?", default=address, metavar="ADDRESS", help="Address of the queue.")
+    given = os.environ.get("TQ_ADDRESS")
+    parser.add_argument("address", nargs="?", default=given, metavar="ADDRESS", help="Address of the queue.")
     config = "A YAML file with the queue's settings, which the environment must fit. Default: the queue's own."
     parser.add_argument("--config", metavar="FILE", help=config)
     wait = "A request that waits for longer is a problem. Default: 60."
@@ -67,7 +69,11 @@ def main(args: Sequence[str], address: str | None) -> int:
 def _lines(options: argparse.Namespace) -> list[Line]:
     from transfer_queue.environment import read_environment  # whose dependencies may be missing
 
-    conf = None if options.config is None else _read_conf(options.config)
+    conf = None
+    if options.config is not None:
+        from lightning_tq.queue_config import as_queue_config
+
+        conf = as_queue_config(options.config).conf()
     environment = read_environment(conf)
     queue, running = _look_at(options.address, options.wait)
     if conf is None and running is not None and str(options.address).startswith("ipc://"):
@@ -201,9 +207,3 @@ def _look_at(address: str | None, wait_s: float) -> tuple[list[Line], Any | None
         return [problem(str(error))], None
     finally:
         tq.close()
-
-
-def _read_conf(path: str) -> dict[str, Any]:
-    from lightning_tq.queue_config import as_queue_config
-
-    return as_queue_config(path).conf()
