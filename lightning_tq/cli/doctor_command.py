@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import sys
 import warnings
@@ -191,18 +192,14 @@ def _look_at(address: str | None, wait_s: float) -> tuple[list[Line], Any | None
     if not address:
         return [fine("no queue was named: give its address, or set TQ_ADDRESS, to look at one")], None
     import transfer_queue as tq
+    from lightning_tq.queue_report import take_snapshot
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of TransferQueue, which has a line of its own
             conf = tq.init(address)
-        client = tq.get_client()
-        stats, units, failed = client.get_stats(), [], None
-        try:
-            units = client.get_storage_stats()
-        except TransferQueueError as error:
-            failed = str(error)
-        return list(check_queue(address, stats, tq.diagnose(stats, units, failed), wait_s)), conf
+        found = asyncio.run(take_snapshot(tq.get_client()))
+        return list(check_queue(address, found.stats, found.findings(), wait_s)), conf
     except TransferQueueError as error:
         return [problem(str(error))], None
     finally:
