@@ -318,11 +318,6 @@ class TQDataModule(LightningDataModule):
     # ---- for callbacks ----
 
     @property
-    def dp_size(self) -> int:
-        """Data-parallel ranks of the run."""
-        return self.topology.dp_size
-
-    @property
     def topology(self) -> Topology:
         """This process among the data-parallel ranks of the run."""
         return self._current_run().topology
@@ -330,10 +325,6 @@ class TQDataModule(LightningDataModule):
     def train_reader(self) -> StreamReader:
         """The stream reader of training in this process."""
         return self._current_run().train_reader()
-
-    def finished_partitions(self) -> list[str]:
-        """Partitions that this run has finished reading; each is returned once."""
-        return self._current_run().finished_partitions()
 
     def _current_run(self) -> Run:
         if self._run is None:

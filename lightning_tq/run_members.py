@@ -69,7 +69,7 @@ class SharedQueue:
 
 
 class RunMembers:
-    """This rank's membership in a run. A thread waits until another member is lost, or the queue has ended."""
+    """This rank's membership in a run, which it has joined. A thread waits until another one or the queue is lost."""
 
     def __init__(self, client: TransferQueueClient, run: str, rank: int) -> None:
         self._client = client
@@ -78,9 +78,6 @@ class RunMembers:
         self._error: TransferQueueError | None = None
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="lightning-tq-run", daemon=True)
-
-    def start(self) -> None:
-        """This process has joined the run by now."""
         self._thread.start()
 
     def _watch(self) -> None:
@@ -132,9 +129,7 @@ def join_queue(
                 f"rank {owner.global_rank} is in the queue at {connection.address}, the first rank in another one at "
                 f"{shared.address}. Give all ranks the address of one queue (TQ_ADDRESS)."
             ) from None
-    members = RunMembers(connection.client, shared.run, owner.global_rank)
-    members.start()
-    return members
+    return RunMembers(connection.client, shared.run, owner.global_rank)
 
 
 def _has_several_hosts(owner: Trainer | Fabric) -> bool:
