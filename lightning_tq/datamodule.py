@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_tq.callbacks.ack_batches import AckBatches
 from lightning_tq.callbacks.fit_report import FitReport
 from lightning_tq.callbacks.partition_switch import PartitionSwitch
-from lightning_tq.callbacks.publish_weights import PublishWeights, policy_version
+from lightning_tq.callbacks.publish_weights import PublishWeights
 from lightning_tq.callbacks.queue_checkpoint import restore_queue, writes_in_background
 from lightning_tq.checks import check_choice
 from lightning_tq.loader import StreamLoader, StreamReader, stream_loader
@@ -117,7 +117,7 @@ class TQDataModule(LightningDataModule):
         self._ack = ack
         self._connection = QueueConnection()
         self._address: str | None = None
-        self._group: ProducerGroup | None = None
+        self._group = ProducerGroup(())
         self._run: Run | None = None
         self._members: RunMembers | None = None
         self._progress: Progress | None = None
@@ -218,7 +218,7 @@ class TQDataModule(LightningDataModule):
         streams = stage_streams(entry, self._streams)
         check_shares(trainer, streams)
         check_slots(trainer, streams)
-        self._group = ProducerGroup(self._producers) if trainer.is_global_zero else None
+        self._group = ProducerGroup(self._producers if trainer.is_global_zero else ())
         shared = run_on_rank_zero(trainer, lambda: self._prepare(entry, topology, streams))
         rank_zero_info(f"Queue: {shared.address} (watch it with: lightning-tq status --watch {shared.address})")
         run_on_every_rank(trainer, lambda: self._join(shared))
@@ -228,7 +228,7 @@ class TQDataModule(LightningDataModule):
         keeps = self._ack == "checkpoint" or keeps_checkpoints(trainer)
         spec = RunSpec(
             trainer=trainer, topology=topology, streams=streams, connection=self._connection,
-            switch=self._switch(trainer), policy_version=policy_version,
+            switch=self._switch(trainer),
             ack_rule=AckRule(self._ack, keeps, writes_in_background(trainer)),
             position=None if self._progress is None else self._progress.position,
             partitions_at_start=self._partitions_at_start, producers=self._group, members=self._members,
@@ -261,12 +261,9 @@ class TQDataModule(LightningDataModule):
             # Groups can be leased once their task is there, and must not be before a resumed run knows its version.
             if not (publishes and checkpoint is not None and each.stage == "train" and each.stream.draws_groups):
                 each.stream.register(self.client, topology.dp_size)
-        assert self._group is not None
-        if replays:
-            self._group = ProducerGroup([])
-        if self._group.runs_in(entry):
+        if self._group.runs_in(entry) and not replays:
             self.client.expect_producers()  # an earlier run's have died, and these take seconds to start
-        self._group.start(self.address, entry, self._connection.conf["key_file"])
+            self._group.start(self.address, entry, self._connection.conf["key_file"])
         return SharedQueue.of(trainer, self._connection)
 
     def _join(self, shared: SharedQueue) -> None:
@@ -301,9 +298,7 @@ class TQDataModule(LightningDataModule):
         run, self._run = self._run, None
         if run is not None:
             run.end()
-        group, self._group = self._group, None
-        if group is not None:
-            group.end()
+        self._group.end()
 
     def _leave_run(self, failed: bool) -> None:
         members, self._members = self._members, None
@@ -371,7 +366,7 @@ class TQDataModule(LightningDataModule):
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads and processes stay in this process.
-        return {**self.__dict__, "_run": None, "_group": None, "_members": None}
+        return {**self.__dict__, "_run": None, "_group": ProducerGroup(()), "_members": None}
 
 
 def _as_list(stage: str, streams: Streams | Mapping[str, Any]) -> list[Stream]:

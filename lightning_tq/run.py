@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -59,14 +59,13 @@ class RunSpec:
     streams: Sequence[StageStream]
     connection: QueueConnection
     switch: NamesPartitions
-    policy_version: Callable[[Trainer], int]
     ack_rule: AckRule
     position: Position | None
     """Where an earlier fit of this process has trained to in this queue."""
     partitions_at_start: Collection[str]
     """Partitions in the queue before this run's producers started."""
-    producers: ProducerGroup | None
-    """None on ranks other than the first."""
+    producers: ProducerGroup
+    """Empty on ranks other than the first."""
     members: RunMembers | None
     """All ranks. None: there is one."""
 
@@ -84,17 +83,17 @@ class Run:
         self.trainer, self.topology, self.ack_rule = spec.trainer, spec.topology, spec.ack_rule
         self.partitions_at_start, self.client = spec.partitions_at_start, spec.connection.client
         self.conf: Any = spec.connection.conf
+        self.policy_version: int | None = None
+        """Version of the weights that PublishWeights published last, on every rank. None: none."""
         self._address: str = self.conf["address"]
         self._warned: set[str] = set()
         self._left = LeftPartitions()
         self._follows_a_fit = self._address in self._fitted
-        checks = [self._terminated, parent_check(self.trainer.global_rank)]
-        if spec.producers is not None:
-            checks.insert(0, self._producer_failure)
+        checks = [self._producer_failure, self._terminated, parent_check(self.trainer.global_rank)]
         if spec.members is not None:
             checks.append(spec.members.check)
-        self._running = spec.producers.running if spec.producers is not None else lambda: None
-        self._hints = WaitHints(self.trainer, self.client, self._running, spec.switch.clear_finished, self._warn_once)
+        running, clears = spec.producers.running, spec.switch.clear_finished
+        self._hints = WaitHints(self.trainer, self.client, running, clears, self._warn_once)
         self._watchdog = RankWatchdog(checks, [lambda: self._hints.look(self.readers.values())])
         self.readers: dict[str, StreamReader] = {
             each.label: StreamReader(each, self, spec.position if each.stage == "train" else None)
@@ -110,7 +109,7 @@ class Run:
         self._watchdog.start()
         if self.trainer.state.fn == TrainerFn.FITTING:
             self._fitted.add(self._address)
-            if self._follows_a_fit and self._shown_at_start() and self._running() is not None:
+            if self._follows_a_fit and self._shown_at_start() and self.spec.producers.running() is not None:
                 rank_zero_info(
                     f"The queue of an earlier fit holds {list_names(self._shown_at_start())}, and producers can't "
                     f"put into what is sealed. For a new queue, call close() of that fit's data module first."
@@ -166,7 +165,7 @@ class Run:
     def end(self) -> None:
         """End every iterator and thread. Idempotent. The producers end next, which is no finding then."""
         with suppress(TransferQueueError):  # the queue may have ended
-            for process in self._running() or ():
+            for process in self.spec.producers.running() or ():
                 self.client.note_exit(process.client_name, "ended with its run", planned=True)
         self._watchdog.stop()
         for reader in self.readers.values():
@@ -200,7 +199,7 @@ class Run:
         if self.overfits and reader.progress.partition is not None:
             return reader.progress.partition
         epoch, step = self.epoch + epochs_ahead, self.trainer.global_step + steps_ahead
-        version = self.spec.policy_version(self.trainer) + steps_ahead
+        version = step if self.policy_version is None else self.policy_version + steps_ahead
         return self.spec.switch.partition(
             reader.stream, epoch=epoch, global_step=step, policy_version=version, stage=reader.stage
         )
@@ -305,7 +304,6 @@ class Run:
     # ---- what the watchdog checks ----
 
     def _producer_failure(self) -> BaseException | None:
-        assert self.spec.producers is not None
         process = self.spec.producers.failed()
         if process is None:
             return None

@@ -20,7 +20,7 @@ from lightning_tq.checks import check_choice, check_int
 from lightning_tq.device_copies import SideStream
 from lightning_tq.producers.model_weights import WEIGHTS_PARTITION, WeightsSnapshot, check_dense
 from lightning_tq.run import run_of
-from lightning_tq.trainer_compat import callbacks_of, restores_after_setup
+from lightning_tq.trainer_compat import restores_after_setup
 from transfer_queue import TransferQueueClient
 from transfer_queue.errors import InvalidRequestError
 
@@ -198,9 +198,10 @@ class PublishWeights(Callback):
 
     def _publish(self, trainer: Trainer, pl_module: LightningModule, version: int) -> None:
         """All ranks must call it, because the weights may be sharded over them."""
-        before, self._version = self._version, version
+        run, before, self._version = run_of(trainer), self._version, version
+        run.policy_version = version
         if trainer.is_global_zero:  # before the weights are copied, so that no group is leased with the last version
-            run_of(trainer).announce(version, is_first=before is None or version < before)
+            run.announce(version, is_first=before is None or version < before)
         state = _full_state(trainer, pl_module)
         if self._worker is None:
             return
@@ -251,14 +252,6 @@ class PublishWeights(Callback):
         self._free.append(version.snapshot)
         while len(self._keys) > self.keep:
             tq.kv_clear([self._keys.popleft()], self.partition)
-
-
-def policy_version(trainer: Trainer) -> int:
-    """The version that PublishWeights published last; without it the global step."""
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, PublishWeights) and callback.version is not None:
-            return callback.version
-    return trainer.global_step
 
 
 def _full_state(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
