@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from tensordict import NonTensorStack, TensorDict
+from tensordict import NonTensorStack
 
 from lightning_tq.batch import meta_of
 from lightning_tq.checks import check_choice
@@ -164,23 +164,20 @@ def put_back(client: TransferQueueClient, meta: BatchMeta, values: Mapping[str, 
         4
     """
     rows = {name: _rows(name, value, meta.size) for name, value in values.items()}
-    real = [position for position, is_padding in enumerate(meta.padding_mask) if not is_padding]
-    if not real:
-        return
-    columns = {name: _column(value, None if len(real) == meta.size else real) for name, value in rows.items()}
-    client.put(TensorDict(columns, batch_size=[len(real)]), metadata=meta.select_samples(real))
+    if not all(meta.padding_mask):
+        client.put(rows, metadata=meta.select_samples(list(range(meta.size))))  # a copy: a put updates its metadata
 
 
 def _rows(name: str, value: Any, samples: int) -> Any:
-    """The value as a detached host tensor or a list, checked to have one row per sample."""
+    """The value as a detached host tensor or a stack, checked to have one row per sample."""
     if isinstance(value, np.ndarray) and value.ndim:
         value = torch.tensor(value) if value.dtype.kind in "biufc" else value.tolist()
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         count = value.size(0) if value.ndim else None
     elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        value = [_host(row) for row in value]
         count = len(value)
+        value = NonTensorStack(*(row.detach().cpu() if isinstance(row, torch.Tensor) else row for row in value))
     else:
         count = None
     if count != samples:
@@ -190,28 +187,3 @@ def _rows(name: str, value: Any, samples: int) -> Any:
             f"tensor of shape [{samples}, ...], a nested tensor, or a list."
         )
     return value
-
-
-def _host(row: Any) -> Any:
-    return row.detach().cpu() if isinstance(row, torch.Tensor) else row
-
-
-def _column(rows: Any, positions: list[int] | None) -> Any:
-    if isinstance(rows, torch.Tensor) and not rows.is_nested:
-        return rows if positions is None else rows[positions]
-    if isinstance(rows, torch.Tensor) and positions is None:
-        return rows
-    listed = list(rows.unbind()) if isinstance(rows, torch.Tensor) else rows
-    listed = listed if positions is None else [listed[position] for position in positions]
-    return _joined(listed)
-
-
-def _joined(rows: list[Any]) -> Any:
-    if not all(isinstance(row, torch.Tensor) and not row.is_nested for row in rows):
-        return NonTensorStack(*rows)
-    if len({(row.dtype, row.ndim) for row in rows}) > 1:
-        return NonTensorStack(*rows)  # one tensor can't hold them
-    if len({row.shape for row in rows}) == 1:
-        return torch.stack(rows)
-    only_lengths = len({row.shape[1:] for row in rows}) == 1
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged if only_lengths else torch.strided)
