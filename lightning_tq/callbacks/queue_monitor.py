@@ -58,17 +58,13 @@ class QueueMonitor(Callback):
         self.every_n_steps = every_n_steps
         self.plot = plot
         self.tag = tag
-        self._batches = 0
-        self._since_values, self._since_first = TrainingClock(), TrainingClock()
-        self._ages: list[int] = []
-        self._of_groups = False
-        self._started: float | None = None
-        self._history = History()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         run_of(trainer, "QueueMonitor")
-        self._batches, self._started, self._ages = 0, None, []
+        self._batches = self._step = 0
+        self._since_values, self._since_first = TrainingClock(), TrainingClock()
         self._since_values.restart(0.0)
+        self._started: float | None = None
         self._history = History()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -83,11 +79,7 @@ class QueueMonitor(Callback):
         if self._started is None:
             self._started = time.perf_counter()
             self._since_first.restart(run_of(trainer).train_reader().waited_s)
-        self._ages, self._of_groups = [], False
-        own = queue_batch(batch)
-        if own is not None:  # a hook may have taken its metadata
-            self._of_groups = bool(own.meta.group_versions)
-            self._ages = _ages(own.meta, self.tag, trainer.global_step)
+        self._step = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -98,13 +90,15 @@ class QueueMonitor(Callback):
         run = run_of(trainer)
         reader = run.train_reader()
         stats = run.client.get_stats()
-        values = {**self._timing(reader), **_counts(stats, reader, run.topology.dp_size)}
-        staleness = sum(self._ages) / len(self._ages) if self._ages else None
-        if staleness is not None:
-            values["queue/staleness"] = staleness
-        if staleness is not None and self._of_groups:
-            values |= {"staleness/mean": staleness, "staleness/max": float(max(self._ages))}
-            values["staleness/dropped"] = _dropped(stats, reader)
+        partition = stats["partitions"].get(reader.progress.partition, {})
+        values = {**self._timing(reader), **_counts(partition, reader, run.topology.dp_size)}
+        own = queue_batch(batch)  # None: a hook has taken its metadata
+        if own is not None and (ages := _ages(own.meta, self.tag, self._step)):
+            values["queue/staleness"] = sum(ages) / len(ages)
+            if own.meta.group_versions:
+                values |= {"staleness/mean": values["queue/staleness"], "staleness/max": float(max(ages))}
+                # Groups of the partition that are read no more, because they got too old.
+                values["staleness/dropped"] = float(partition.get("groups", {}).get("states", {}).get("stale", 0))
         for name, value in values.items():
             pl_module.log(name, value, on_step=True, on_epoch=False, rank_zero_only=True)
             if name in _ON_THE_BAR:  # a name that leaves room for others
@@ -114,6 +108,7 @@ class QueueMonitor(Callback):
                 )
         assert self._started is not None, "the batch has started"
         now = time.perf_counter() - self._started
+        staleness = values.get("queue/staleness")
         self._history.add(Point(now, values["queue/ready"], values["queue/starved"], staleness))
 
     def _timing(self, reader: StreamReader) -> dict[str, float]:
@@ -139,14 +134,7 @@ def _ages(meta: BatchMeta, tag: str, version: int) -> list[int]:
     return [version - each for each in made if isinstance(each, int)]
 
 
-def _dropped(stats: dict[str, Any], reader: StreamReader) -> float:
-    """Groups of the partition that are read no more, because they got too old."""
-    groups = stats["partitions"].get(reader.progress.partition, {}).get("groups", {})
-    return float(groups.get("states", {}).get("stale", 0))
-
-
-def _counts(stats: dict[str, Any], reader: StreamReader, dp_size: int) -> dict[str, float]:
-    partition = stats["partitions"].get(reader.progress.partition, {})
+def _counts(partition: dict[str, Any], reader: StreamReader, dp_size: int) -> dict[str, float]:
     task = partition.get("tasks", {}).get(reader.stream.task, {})
     where = "" if reader.stream.where is None else f" where {reader.stream.where}"
     ready = task.get("ready", {}).get(",".join(reader.stream.fields) + where, 0)

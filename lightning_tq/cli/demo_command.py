@@ -146,18 +146,11 @@ def _waits(directory: Path) -> Iterator[tuple[int, float]]:
 
 
 def _draw(learned: Sequence[_Learned], waits: Sequence[tuple[int, float]], path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from lightning_tq.queue_picture import BLUE, ORANGE, Panel, draw_panels
 
-    figure = Figure(figsize=(9, 5.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    top, bottom = figure.subplots(2, 1)
-    top.plot([each.at_s for each in learned], [each.percent for each in learned], color="#2864b4", marker="o")
-    top.set(xlabel="seconds since the start", ylabel="accuracy (%)", ylim=(0, 102), xlim=(0, None))
-    top.set_title("GRPO on one machine: held-out prompts that are answered right")
-    bottom.plot([step for step, _ in waits], [share for _, share in waits], color="#d9722a", linewidth=0.8)
-    bottom.set(xlabel="optimizer step", ylabel="time waiting for\nsamples (%)", ylim=(0, 102), xlim=(0, None))
-    for axes in (top, bottom):
-        axes.grid(axis="y", alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+    panels = [
+        Panel("accuracy (%)", [each.step for each in learned], [each.percent for each in learned], BLUE, 102),
+        Panel("time waiting for\nsamples (%)", [at for at, _ in waits], [share for _, share in waits], ORANGE, 102),
+    ]
+    title = "GRPO on one machine: held-out prompts that are answered right"
+    draw_panels(panels, title, "optimizer step", path)
