@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
@@ -27,8 +26,6 @@ from transfer_queue import (
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
     from lightning.pytorch import Trainer
-
-logger = logging.getLogger(__name__)
 
 
 class RunContext(Protocol):
@@ -276,12 +273,6 @@ class StreamReader:
     def ack_due(self) -> None:
         """Acknowledge what is due. One rank of each data-parallel group does so; the first group's rank clears."""
         due = self.progress.take_due()
-        if (count := self.progress.waits_too_long()) is not None:
-            logger.warning(
-                f"{count} batches of stream {self.label!r} were trained without a checkpoint, and the queue keeps them "
-                f"all for a resume. Save more often (ModelCheckpoint(every_n_train_steps=...)), disable checkpoints "
-                f"(Trainer(enable_checkpointing=False)), or acknowledge without one: TQDataModule(ack='step')."
-            )
         if not due:
             return
         if self._run.topology.is_reader:
