@@ -90,10 +90,7 @@ class AckBatches(Callback):
     ) -> None:
         _set_batch_size(trainer, batch)
 
-    def on_test_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        _set_batch_size(trainer, batch)
+    on_test_batch_start = on_validation_batch_start
 
 
 def _trained(trainer: Trainer) -> list[StreamReader]:

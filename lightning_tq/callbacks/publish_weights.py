@@ -149,46 +149,36 @@ class PublishWeights(Callback):
     # After these hooks, something may change the tensors that are being copied: the step, or a callback that averages
     # weights.
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        self._wait_for_copy()
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._wait_for_copy()
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._wait_for_copy()
-
-    def _wait_for_copy(self) -> None:
-        """The device waits, not the host."""
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule, *optimizer: Any) -> None:
+        """Wait for the copy. The device waits, not the host."""
         copied, self._copied = self._copied, None
         if copied is not None and self._side is not None:
             self._side.lead(copied)
 
+    on_before_optimizer_step = on_train_epoch_end = on_validation_start
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.version != trainer.global_step:
             self._publish(trainer, pl_module, trainer.global_step)
-        self._seal(trainer)
+        self._seal(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._seal(trainer)  # Lightning skips on_train_end when there is nothing to train
+        self._seal(trainer, pl_module)  # Lightning skips on_train_end when there is nothing to train
 
-    def _seal(self, trainer: Trainer) -> None:
+    def _seal(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._worker is not None:
             self._worker.flush()
             run_of(trainer).client.seal_partition(self.partition)
-            self._end()
+            self.teardown(trainer, pl_module)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._end()  # not sealed, since a trainer that resumes from a checkpoint publishes there again
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._end()
-
-    def _end(self) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, *reason: Any) -> None:
+        """End the thread. Not sealed after an exception: a trainer that resumes from a checkpoint publishes again."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.stop(_STOP_TIMEOUT_S)
         self._free, self._copied, self._side = [], None, None
+
+    on_exception = teardown
 
     # ---- copy and put ----
 

@@ -68,37 +68,24 @@ class WriteBack(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         run_of(trainer, "WriteBack")
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self._write("train", trainer, outputs, batch)
-
     # ``numbers``: of the batch and, with several loaders, of the loader.
 
-    def on_validation_batch_end(
+    def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *numbers: int
     ) -> None:
-        if not trainer.sanity_checking:
-            self._write("val", trainer, outputs, batch, *numbers[1:])
+        stage, loader = trainer.state.stage, numbers[1] if len(numbers) > 1 else 0
+        assert stage is not None, "a batch belongs to a stage"
+        if stage.dataloader_prefix == self.stage and self.loader in (None, loader) and not trainer.sanity_checking:
+            self._write(trainer, outputs, batch, loader)
 
-    def on_test_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *numbers: int
-    ) -> None:
-        self._write("test", trainer, outputs, batch, *numbers[1:])
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
 
-    def on_predict_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *numbers: int
-    ) -> None:
-        self._write("predict", trainer, outputs, batch, *numbers[1:])
-
-    def _write(self, stage: Stage, trainer: Trainer, outputs: Any, batch: Any, loader: int = 0) -> None:
-        if stage != self.stage or self.loader not in (None, loader):
-            return
+    def _write(self, trainer: Trainer, outputs: Any, batch: Any, loader: int) -> None:
         values = {field: self._value(outputs, key) for field, key in self.fields.items()}
         run = run_of(trainer)
         if not run.topology.is_reader:
             return  # another rank of the group writes the same values
-        if run.of_stage(stage)[loader].stream.replay_from is not None:
+        if run.of_stage(self.stage)[loader].stream.replay_from is not None:
             return  # the samples are in no queue
         if trainer.state.fn != TrainerFn.FITTING:
             put_back(run.client, meta_of(batch), values)
