@@ -362,7 +362,7 @@ class StreamIterator(Iterator[TQBatch | UnfetchedBatch]):
     def __init__(self, reader: StreamReader, start: Callable[[], Iterator[Any]]) -> None:
         self._reader = reader
         self._start: Callable[[], Iterator[Any]] | None = start
-        self._items: Iterator[Any] | None = None
+        self._items: Any = None
 
     def __next__(self) -> TQBatch | UnfetchedBatch:
         if self._start is None:
@@ -370,28 +370,21 @@ class StreamIterator(Iterator[TQBatch | UnfetchedBatch]):
         return self._reader.next_batch(self)
 
     @property
-    def items(self) -> Iterator[Any]:
+    def items(self) -> Any:
         """What the loader yields."""
         if self._items is None:
-            self.restart()
-        assert self._items is not None
+            assert self._start is not None
+            self._reader.move_cursor()
+            self._items = self._start()
         return self._items
 
     def restart(self) -> None:
-        """Start, or start again in the next epoch."""
-        assert self._start is not None
-        _close(self._items)
-        self._reader.move_cursor()
-        self._items = self._start()
+        """Begin with the next epoch at the next item."""
+        items, self._items = self._items, None
+        if items is not None:
+            items.close()
 
     def close(self) -> None:
         """Stop prefetching. Idempotent."""
         self._start = None
-        items, self._items = self._items, None
-        _close(items)
-
-
-def _close(items: Iterator[Any] | None) -> None:
-    close = getattr(items, "close", None)
-    if close is not None:
-        close()
+        self.restart()

@@ -92,7 +92,8 @@ class QueueConfig:
             },
             "backend": {"SimpleStorage": storage},
         }
-        return _merged(conf, self.options or {})
+        merged: dict[str, Any] = _merged(conf, self.options or {})
+        return merged
 
 
 def as_queue_config(queue: QueueConfig | Mapping[str, Any] | str | None) -> QueueConfig:
@@ -184,12 +185,8 @@ def _read(path: str) -> Mapping[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
-def _merged(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
-    result = dict(base)
-    for key, value in override.items():
-        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
-        result[key] = _merged(result[key], value) if both else value
-    return result
+def _merged(base: dict[str, Any], override: dict[str, Any]) -> Any:
+    return OmegaConf.to_container(OmegaConf.merge(base, override))
 
 
 def _unknown(where: str, key: str, known: Iterable[str]) -> ConfigError:

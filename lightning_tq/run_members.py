@@ -50,7 +50,8 @@ class SharedQueue:
         run = uuid.uuid4().hex if owner.world_size > 1 else None
         if run is not None:
             connection.client.watch_run(run, _name(owner), opens=True)
-        return cls(address, remote, run, _has_several_hosts(owner))
+        spans_hosts = run is not None and int(getattr(owner.strategy, "num_nodes", 1)) > 1
+        return cls(address, remote, run, spans_hosts)
 
     def address_here(self) -> str:
         """Where this process joins. Raises ConfigError if it can't."""
@@ -130,10 +131,6 @@ def join_queue(
                 f"{shared.address}. Give all ranks the address of one queue (TQ_ADDRESS)."
             ) from None
     return RunMembers(connection.client, shared.run, owner.global_rank)
-
-
-def _has_several_hosts(owner: Trainer | Fabric) -> bool:
-    return owner.world_size > 1 and int(getattr(owner.strategy, "num_nodes", 1)) > 1
 
 
 def _name(owner: Trainer | Fabric) -> str:

@@ -38,14 +38,12 @@ if TYPE_CHECKING:
 
     from transfer_queue.client import TransferQueueClient
 
-_MOST_OPEN = 2
-"""Directories that stay open. Ranks of one round are in one of them, and the next round may be in the next."""
-
 
 class _Directory:
     """One directory. A control plane of its own describes the batches, so metadata is as the queue gave it."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         opened, restored = Opened(path), Restored(PlaneState(PlaneConfig(), Calls()), 0, 0.0)
         if opened.values is None:
             raise CheckpointError(f"{path} has no values, so it is no part of a record.")
@@ -119,7 +117,7 @@ class RecordedBatches:
         self.rounds: dict[tuple[str, int], list[int | None]] = {}
         """By (partition, batch), in the order in which they were given, the ranks that got a share."""
         self._where: dict[tuple[str, int | None, int], Path] = {}
-        self._open: dict[Path, _Directory] = {}
+        self._open: _Directory | None = None
         self._dp_sizes: set[int] = set()
         self._layout, self._allow_pickle = "dense", False
         for path in sorted(path for path in self.directory.glob("[0-9]*") if is_checkpoint(path)):
@@ -210,10 +208,9 @@ class RecordedBatches:
         )
 
     def _saved(self, path: Path) -> _Directory:
-        if path not in self._open:
-            self._open = dict(list(self._open.items())[1 - _MOST_OPEN :])
-            self._open[path] = _Directory(path)
-        return self._open[path]
+        if self._open is None or self._open.path != path:  # all ranks of a round are in one, and rounds in order
+            self._open = _Directory(path)
+        return self._open
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": {}}  # a worker process maps the files itself
+        return {**self.__dict__, "_open": None}  # a worker process maps the files itself
