@@ -71,40 +71,35 @@ class TQCheckpoint(Callback):
             that write a checkpoint on several ranks, such as FSDP.
         """
         self.asynchronous = asynchronous
-        self._hooks: _StrategyHooks | None = None
+        self.hooks: _StrategyHooks | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         run = run_of(trainer, "TQCheckpoint")
         if stage != "fit":
             return
-        if self._hooks is not None:
-            self._hooks.uninstall()
+        if self.hooks is not None:
+            self.hooks.uninstall()
         # They stay after the fit, because users may save another checkpoint then, also after an exception.
-        self._hooks = _StrategyHooks(run, self.asynchronous)
+        self.hooks = _StrategyHooks(run, self.asynchronous)
         checkpoint = resume_path(trainer)
         if trainer.is_global_zero and checkpoint is not None:
             _remove_orphans(os.fspath(checkpoint))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Wait until every checkpoint is written. Raises what kept one from being written."""
-        if self._hooks is not None and stage == "fit":
-            self._hooks.finish()
-
-    def finish_writing(self) -> None:
-        """Wait until the checkpoints that were saved are written. Raises what kept one from being written."""
-        if self._hooks is not None:
-            self._hooks.flush()
+        if self.hooks is not None and stage == "fit":
+            self.hooks.finish()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if self._hooks is not None:
-            self._hooks.finish_and_log()
+        if self.hooks is not None:
+            self.hooks.finish_and_log()
 
 
 def finish_writing(trainer: Trainer) -> None:
     """Wait until the checkpoints that were saved are written. Raises what kept one from being written."""
     for each in callbacks_of(trainer):
-        if isinstance(each, TQCheckpoint):
-            each.finish_writing()
+        if isinstance(each, TQCheckpoint) and each.hooks is not None:
+            each.hooks.flush()
 
 
 def writes_in_background(trainer: Trainer) -> bool:
