@@ -25,7 +25,7 @@ class Point(NamedTuple):
     """Values of one training batch."""
 
     at_s: float
-    """Seconds since the first batch."""
+    """Seconds since the first batch, without validation."""
     ready: float
     """Samples ready for the training task."""
     starved: float

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_tq.batch import queue_batch
-from lightning_tq.callbacks.fit_report import TrainingClock
+from lightning_tq.callbacks.fit_report import FitReport, Reading
 from lightning_tq.checks import check_int
 from lightning_tq.loader import StreamReader
 from lightning_tq.queue_picture import History, Point, check_matplotlib, draw
@@ -62,23 +61,10 @@ class QueueMonitor(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         run_of(trainer, "QueueMonitor")
         self._batches = self._step = 0
-        self._since_values, self._since_first = TrainingClock(), TrainingClock()
-        self._since_values.restart(0.0)
-        self._started: float | None = None
+        self._last = Reading(0.0, 0.0)
         self._history = History()
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for clock in (self._since_values, self._since_first):
-            clock.pause()
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for clock in (self._since_values, self._since_first):
-            clock.resume()
-
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._started is None:
-            self._started = time.perf_counter()
-            self._since_first.restart(run_of(trainer).train_reader().waited_s)
         self._step = trainer.global_step
 
     def on_train_batch_end(
@@ -87,11 +73,14 @@ class QueueMonitor(Callback):
         self._batches += 1
         if self._batches < self.every_n_steps or not trainer.is_global_zero:
             return
-        run = run_of(trainer)
+        run, report = run_of(trainer), FitReport.of(trainer)
+        now = report.read(run)
+        passed, self._last = now.since(self._last), now
+        values = {"queue/wait_s": passed.waited_s / self._batches, "queue/starved": passed.waited_s / passed.seconds}
+        self._batches = 0
         reader = run.train_reader()
-        stats = run.client.get_stats()
-        partition = stats["partitions"].get(reader.progress.partition, {})
-        values = {**self._timing(reader), **_counts(partition, reader, run.topology.dp_size)}
+        partition = run.client.get_stats()["partitions"].get(reader.progress.partition, {})
+        values |= _counts(partition, reader, run.topology.dp_size)
         own = queue_batch(batch)  # None: a hook has taken its metadata
         if own is not None and (ages := _ages(own.meta, self.tag, self._step)):
             values["queue/staleness"] = sum(ages) / len(ages)
@@ -106,22 +95,13 @@ class QueueMonitor(Callback):
                 pl_module.log(
                     short, value, prog_bar=True, logger=False, on_step=True, on_epoch=False, rank_zero_only=True
                 )
-        assert self._started is not None, "the batch has started"
-        now = time.perf_counter() - self._started
-        staleness = values.get("queue/staleness")
-        self._history.add(Point(now, values["queue/ready"], values["queue/starved"], staleness))
-
-    def _timing(self, reader: StreamReader) -> dict[str, float]:
-        elapsed, waited = self._since_values.read(reader.waited_s)
-        values = {"queue/wait_s": waited / self._batches, "queue/starved": waited / elapsed}
-        self._batches = 0
-        self._since_values.restart(reader.waited_s)
-        return values
+        at_s, staleness = now.since(report.first).seconds, values.get("queue/staleness")
+        self._history.add(Point(at_s, values["queue/ready"], values["queue/starved"], staleness))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.plot is not None and self._history.points:  # only the first rank has points
-            reader = run_of(trainer).train_reader()
-            title = Finding.of_training(*self._since_first.read(reader.waited_s)).statement
+            report = FitReport.of(trainer)
+            title = Finding.of_training(*report.read(run_of(trainer)).since(report.first)).statement
             draw(self._history.points, title[0].upper() + title[1:], Path(self.plot))
 
 

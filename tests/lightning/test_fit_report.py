@@ -28,16 +28,16 @@ def test_the_clock_leaves_out_pauses_and_earlier_waits(monkeypatch: pytest.Monke
     now = 100.0
     monkeypatch.setattr(fit_report.time, "perf_counter", lambda: now)
     clock = TrainingClock()
-    clock.pause()  # the sanity check, before training
-    clock.restart(7.0)
-    now = 110.0
+    now = 105.0
+    first = clock.read(7.0)
+    now = 115.0
     clock.pause()
-    now = 150.0
+    now = 155.0
     clock.resume()
     clock.resume()
-    now = 160.0
-    assert clock.read(12.0) == (20.0, 5.0)
-    assert clock.read(99.0) == (20.0, 20.0)  # no more than all of it
+    now = 165.0
+    assert clock.read(12.0).since(first) == (20.0, 5.0)
+    assert clock.read(99.0).since(first) == (20.0, 20.0)  # no more than all of it
 
 
 def report_of(caplog: pytest.LogCaptureFixture) -> str:
