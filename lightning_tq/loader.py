@@ -14,6 +14,7 @@ import torch
 from lightning_tq.batch import TQBatch, UnfetchedBatch, queue_batch
 from lightning_tq.device_copies import DeviceCopies
 from lightning_tq.progress import AckRule, Position, Progress
+from lightning_tq.rank_watchdog import RankWatchdog
 from lightning_tq.stream import StageStream
 from lightning_tq.topology import Topology
 from transfer_queue import (
@@ -36,6 +37,8 @@ class RunContext(Protocol):
     """For the stream that is trained."""
     partitions_at_start: Collection[str]
     """Partitions in the queue before the run's producers started. Empty on ranks other than the first."""
+    watchdog: RankWatchdog
+    """Says when streams should end, and raises the error that ended the run."""
 
     @property
     def client(self) -> TransferQueueClient:
@@ -64,12 +67,6 @@ class RunContext(Protocol):
     @property
     def overfits(self) -> bool:
         """Whether every epoch reads the batches of the first one again."""
-
-    def has_stopped(self) -> bool:
-        """Whether streams should end."""
-
-    def check(self) -> None:
-        """Raise the error that ended the run, if there is one."""
 
     def stream_ended(self, reader: StreamReader) -> None:
         """The stream has no more batches in its partition."""
@@ -119,8 +116,8 @@ class StreamReader:
         self.dataset = ReaderDataset(
             config=run.conf, data_fields=stream.fields, partition_id="", task_name=stream.task,
             dp_rank=run.topology.dp_rank, **self._sizes, sampling_config=stream.sampling_config,
-            prefetch=stream.prefetch, layout=stream.layout, timeout_s=stream.timeout_s, should_stop=run.has_stopped,
-            where=stream.where, head_fields=stream.head_fields, fetch_batch_fn=stream.record,
+            prefetch=stream.prefetch, layout=stream.layout, timeout_s=stream.timeout_s, where=stream.where,
+            should_stop=run.watchdog.stopped.is_set, head_fields=stream.head_fields, fetch_batch_fn=stream.record,
         )  # fmt: skip
         self.dataset.reader = self
 
@@ -187,7 +184,7 @@ class StreamReader:
         return self._wait_for_batch(iterator)
 
     def _wait_for_batch(self, iterator: StreamIterator) -> TQBatch:
-        self._run.check()
+        self._run.watchdog.check()
         if not self.progress.taken and self._training_ends():
             iterator.close()  # Lightning asks for a batch even if the checkpoint was saved at the end of training
             raise StopIteration
@@ -195,7 +192,7 @@ class StreamReader:
         try:
             return self._delivered(iterator)
         except StopIteration:
-            self._run.check()  # a stopped stream also ends
+            self._run.watchdog.check()  # a stopped stream also ends
             iterator.close()
             self._ended()
             raise
@@ -227,7 +224,7 @@ class StreamReader:
             if self.progress.taken or not self._has_next_epoch():
                 raise
         # Resumed at the very end of an epoch. Lightning asks only once, before it counts that epoch as done.
-        self._run.check()
+        self._run.watchdog.check()
         self._run.begin_next_epoch()
         iterator.restart()
         return next(iterator.items)

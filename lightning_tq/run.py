@@ -94,7 +94,7 @@ class Run:
             checks.append(spec.members.check)
         running, clears = spec.producers.running, spec.switch.clear_finished
         self._hints = WaitHints(self.trainer, self.client, running, clears, self._warn_once)
-        self._watchdog = RankWatchdog(checks, [lambda: self._hints.look(self.readers.values())])
+        self.watchdog = RankWatchdog(checks, [lambda: self._hints.look(self.readers.values())])
         self.readers: dict[str, StreamReader] = {
             each.label: StreamReader(each, self, spec.position if each.stage == "train" else None)
             for each in spec.streams
@@ -106,7 +106,7 @@ class Run:
     def start(self) -> None:
         """From now on ``run_of`` finds it, and the watchdog looks after it."""
         self._active[self.trainer] = self
-        self._watchdog.start()
+        self.watchdog.start()
         if self.trainer.state.fn == TrainerFn.FITTING:
             self._fitted.add(self._address)
             if self._follows_a_fit and self._shown_at_start() and self.spec.producers.running() is not None:
@@ -167,7 +167,7 @@ class Run:
         with suppress(TransferQueueError):  # the queue may have ended
             for process in self.spec.producers.running() or ():
                 self.client.note_exit(process.client_name, "ended with its run", planned=True)
-        self._watchdog.stop()
+        self.watchdog.stop()
         for reader in self.readers.values():
             reader.close()
         if self.find(self.trainer) is self:
@@ -219,12 +219,6 @@ class Run:
     def overfits(self) -> bool:
         share: float = getattr(self.trainer, "overfit_batches", 0)
         return share > 0
-
-    def has_stopped(self) -> bool:
-        return self._watchdog.stopped.is_set()
-
-    def check(self) -> None:
-        self._watchdog.check()
 
     def stream_ended(self, reader: StreamReader) -> None:
         progress = reader.progress

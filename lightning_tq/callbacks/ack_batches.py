@@ -53,7 +53,7 @@ class AckBatches(Callback):
         for reader in run.of_stage("train"):
             reader.note_trained(batch, stepped)
             self._unstepped = reader.progress.unstepped
-        run.check()
+        run.watchdog.check()
 
     def _has_stepped(self, trainer: Trainer, pl_module: LightningModule) -> bool:
         """Whether an optimizer step included this batch."""

@@ -41,7 +41,8 @@ class QueueHistory:
         """Which side limits the run now: a finding as plain data."""
         self._smooth: dict[tuple[str, ...], float] = {}
         self._smoothed_at: float | None = None
-        self._full: tuple[float, Numbers] | None = None
+        self._full: tuple[float, Numbers] = (-math.inf, {})
+        """When the queue was full last, and what was said of it."""
         self._numbers = 0
         self._current: dict[str, Numbers] = {}
         self._histograms: deque[tuple[float, Numbers]] = deque()
@@ -50,7 +51,11 @@ class QueueHistory:
         """Take in a report, as ``make_report`` makes it. Its rates become means, that weigh the last seconds most."""
         self._smooth_rates(report, now)
         problems = {each["id"]: each for each in _problems(report["findings"])}
-        self._log({**self._still_full(problems, now), **problems}, now)
+        if _FULL in problems:
+            self._full = now, problems[_FULL]
+        elif now - self._full[0] < _FULL_FOR_S:
+            problems[_FULL] = self._full[1]
+        self._log(problems, now)
         self._histograms.append((now, report["metrics"]))
         while now - self._histograms[0][0] > _STALENESS_OF_S:
             self._histograms.popleft()
@@ -78,13 +83,6 @@ class QueueHistory:
                 if holder[rate] is not None:
                     was = before.get(key, holder[rate])
                     self._smooth[key] = holder[rate] = was + new * (holder[rate] - was)
-
-    def _still_full(self, problems: Numbers, now: float) -> Numbers:
-        found = problems.get(_FULL)
-        if found is not None:
-            self._full = (now, found)
-        recent = self._full is not None and now - self._full[0] < _FULL_FOR_S
-        return {_FULL: self._full[1]} if self._full is not None and recent else {}
 
     def _log(self, problems: dict[str, Numbers], now: float) -> None:
         for name, problem in problems.items():
