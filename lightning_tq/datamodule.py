@@ -22,7 +22,7 @@ from lightning_tq.producers.process import refuse_to_train
 from lightning_tq.progress import Ack, AckRule, Position, Progress
 from lightning_tq.queue_config import QueueConfig, as_queue_config
 from lightning_tq.queue_connection import QueueConnection
-from lightning_tq.run import Run, RunSpec
+from lightning_tq.run import Run
 from lightning_tq.run_members import RunMembers, SharedQueue, join_queue
 from lightning_tq.stream import (
     StageStream,
@@ -213,14 +213,13 @@ class TQDataModule(LightningDataModule):
         if endpoint is not None:
             rank_zero_info(f"Metrics: http://{endpoint}/metrics")
         keeps = self._ack == "checkpoint" or keeps_checkpoints(trainer)
-        spec = RunSpec(
+        self._run = Run(
             trainer=trainer, topology=topology, streams=streams, connection=self._connection,
             switch=self._switch(trainer),
             ack_rule=AckRule(self._ack, keeps, writes_in_background(trainer)),
             position=None if self._progress is None else self._progress.position,
             partitions_at_start=self._partitions_at_start, producers=self._group, members=self._members,
         )  # fmt: skip
-        self._run = Run(spec)
         self._run.start()
         for reader in self._run.of_stage("train"):
             self._progress = reader.progress

@@ -50,9 +50,14 @@ class NamesPartitions(Protocol):
         """A pattern for all names that ``partition`` may return in this stage."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunSpec:
-    """What a run is made of."""
+@dataclass(kw_only=True, eq=False, repr=False)
+class Run:
+    """Implements ``loader.RunContext`` for a Trainer."""
+
+    _fitted: ClassVar[set[str]] = set()
+    """Addresses of the queues that fits of this process have read."""
+    _active: ClassVar[WeakKeyDictionary[Trainer, Run]] = WeakKeyDictionary()
+    """Each Trainer's run, from its start to its end."""
 
     trainer: Trainer
     topology: Topology
@@ -69,20 +74,9 @@ class RunSpec:
     members: RunMembers | None
     """All ranks. None: there is one."""
 
-
-class Run:
-    """Implements ``loader.RunContext`` for a Trainer."""
-
-    _fitted: ClassVar[set[str]] = set()
-    """Addresses of the queues that fits of this process have read."""
-    _active: ClassVar[WeakKeyDictionary[Trainer, Run]] = WeakKeyDictionary()
-    """Each Trainer's run, from its start to its end."""
-
-    def __init__(self, spec: RunSpec) -> None:
-        self.spec = spec
-        self.trainer, self.topology, self.ack_rule = spec.trainer, spec.topology, spec.ack_rule
-        self.partitions_at_start, self.client = spec.partitions_at_start, spec.connection.client
-        self.conf: Any = spec.connection.conf
+    def __post_init__(self) -> None:
+        self.client = self.connection.client
+        self.conf: Any = self.connection.conf
         self.policy_version: int | None = None
         """Version of the weights that PublishWeights published last, on every rank. None: none."""
         self._address: str = self.conf["address"]
@@ -90,14 +84,14 @@ class Run:
         self._left = LeftPartitions()
         self._follows_a_fit = self._address in self._fitted
         checks = [self._producer_failure, self._terminated, parent_check(self.trainer.global_rank)]
-        if spec.members is not None:
-            checks.append(spec.members.check)
-        running, clears = spec.producers.running, spec.switch.clear_finished
+        if self.members is not None:
+            checks.append(self.members.check)
+        running, clears = self.producers.running, self.switch.clear_finished
         self._hints = WaitHints(self.trainer, self.client, running, clears, self._warn_once)
         self.watchdog = RankWatchdog(checks, [lambda: self._hints.look(self.readers.values())])
         self.readers: dict[str, StreamReader] = {
-            each.label: StreamReader(each, self, spec.position if each.stage == "train" else None)
-            for each in spec.streams
+            each.label: StreamReader(each, self, self.position if each.stage == "train" else None)
+            for each in self.streams
         }
         copies = None if changes_batches(self.trainer) else device_copies(self.trainer.strategy.root_device)
         for reader in self.readers.values():
@@ -109,7 +103,7 @@ class Run:
         self.watchdog.start()
         if self.trainer.state.fn == TrainerFn.FITTING:
             self._fitted.add(self._address)
-            if self._follows_a_fit and self._shown_at_start() and self.spec.producers.running() is not None:
+            if self._follows_a_fit and self._shown_at_start() and self.producers.running() is not None:
                 rank_zero_info(
                     f"The queue of an earlier fit holds {list_names(self._shown_at_start())}, and producers can't "
                     f"put into what is sealed. For a new queue, call close() of that fit's data module first."
@@ -165,7 +159,7 @@ class Run:
     def end(self) -> None:
         """End every iterator and thread. Idempotent. The producers end next, which is no finding then."""
         with suppress(TransferQueueError):  # the queue may have ended
-            for process in self.spec.producers.running() or ():
+            for process in self.producers.running() or ():
                 self.client.note_exit(process.client_name, "ended with its run", planned=True)
         self.watchdog.stop()
         for reader in self.readers.values():
@@ -200,7 +194,7 @@ class Run:
             return reader.progress.partition
         epoch, step = self.epoch + epochs_ahead, self.trainer.global_step + steps_ahead
         version = step if self.policy_version is None else self.policy_version + steps_ahead
-        return self.spec.switch.partition(
+        return self.switch.partition(
             reader.stream, epoch=epoch, global_step=step, policy_version=version, stage=reader.stage
         )
 
@@ -211,7 +205,7 @@ class Run:
             is_first: It is the first one of this run, which may follow a run that had come further.
         """
         stream, stage = self.train_reader().stream, "train"
-        self.client.advance(self.spec.switch.pattern(stream, stage), version, resumed=is_first)
+        self.client.advance(self.switch.pattern(stream, stage), version, resumed=is_first)
         if is_first and stream.draws_groups:  # if it resumes, leases have waited for this
             stream.register(self.client, self.topology.dp_size)
 
@@ -298,7 +292,7 @@ class Run:
     # ---- what the watchdog checks ----
 
     def _producer_failure(self) -> BaseException | None:
-        process = self.spec.producers.failed()
+        process = self.producers.failed()
         if process is None:
             return None
         with suppress(TransferQueueError):  # the queue may have ended before it

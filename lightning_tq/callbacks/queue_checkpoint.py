@@ -112,7 +112,7 @@ class _StrategyHooks:
 
     def __init__(self, run: Run, asynchronous: bool) -> None:
         self._trainer = trainer = run.trainer
-        self._connection = run.spec.connection
+        self._connection = run.connection
         self._address = self._connection.address
         self._strategy = trainer.strategy
         self._writer: BackgroundWorker[Callable[[], None]] | None = None

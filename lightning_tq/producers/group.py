@@ -97,23 +97,24 @@ class Producer:
             )
         return f"{'__main__' if module == '__mp_main__' else module}:{name}"  # a spawned rank has the latter
 
+    def words(self) -> list[str]:
+        """Those of the command, or the function as the only one."""
+        return self.target if isinstance(self.target, list) else [self.function_path()]
+
     def label(self) -> str:
-        if self.name:
-            return self.name
-        return " ".join(self.target) if isinstance(self.target, list) else self.function_path()
+        return self.name or " ".join(self.words())
 
     def client_name(self, worker: int) -> str:
         """What the names of this process' clients begin with: the function's name, or the first word of the command."""
-        words = self.target if isinstance(self.target, list) else self.function_path().rpartition(":")[2:]
-        name = self.env.get("TQ_CLIENT_NAME") or f"{self.name or os.path.basename(words[0])}-{worker}"
+        own = self.name or os.path.basename(self.words()[0]).rpartition(":")[2]
+        name = self.env.get("TQ_CLIENT_NAME") or f"{own}-{worker}"
         return re.sub(r"[^\w.-]+", "-", name)[:64]  # as in the names of clients
 
     def start_order(self, worker: int) -> StartOrder:
         main = sys.modules["__main__"]
         spec = getattr(main, "__spec__", None)
         return StartOrder(
-            command=self.target if isinstance(self.target, list) else None,
-            function=None if isinstance(self.target, list) else self.function_path(),
+            target=self.target if isinstance(self.target, list) else self.function_path(),
             args=pickle.dumps(dict(self.args)),
             worker=worker,
             num_workers=self.count,
