@@ -157,7 +157,7 @@ def _summary(found: RecordedBatches, rounds: list[tuple[str, int]], first: int) 
         at = [number for number, (partition, _) in enumerate(rounds, first) if partition == name]
         own = [index for partition, index in rounds if partition == name]
         gaps = max(own) - min(own) + 1 - len(own)
-        _, meta = found.read(name, found.rounds[name, own[0]][0], own[0])
+        _, meta = found.read(name, next(iter(found.rounds[name, own[0]])), own[0])
         yield {
             "partition": name, "steps": f"{at[0]} to {at[-1]}", "batches": f"{min(own)} to {max(own)}",
             "lacking": gaps or None, "ranks": len(found.rounds[name, own[0]]), "rows": meta.size,
@@ -172,12 +172,11 @@ def _samples(found: RecordedBatches, partition: str, index: int) -> Iterator[dic
         for row in range(meta.size):
             tags = {name: tag for name, tag in meta.custom_meta[row].items() if not name.startswith("group.")}
             fields = {name: _plain(data[name][row]) for name in meta.field_names}
-            group = {} if meta.heads is None else {"group": meta.heads[row]}
-            versions = (
-                {"version": meta.group_versions[group["group"]]} if group.get("group") in meta.group_versions else {}
-            )
             named = {"partition": partition, "batch": index, "rank": rank, "sample": meta.global_indexes[row]}
-            yield {**named, **group, **versions, **tags, **fields}
+            if meta.heads is not None:
+                head = meta.heads[row]
+                named |= {"group": head, "version": meta.group_versions.get(head)}
+            yield {**named, **tags, **fields}
 
 
 def _plain(value: Any) -> Any:

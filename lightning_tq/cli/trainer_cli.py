@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 from jsonargparse import set_parsing_settings
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 # Imported so that a configuration can name the callbacks without their module.
 from lightning_tq.callbacks import (  # noqa: F401
@@ -148,14 +148,14 @@ def names_a_data_class(args: Sequence[str] | Mapping[str, Any]) -> bool:
         return "class_path" in (args.get("data") or {})
     if any(arg.startswith(("--data.class_path", "--data.init_args")) for arg in args):
         return True
-    sections = [OmegaConf.select(conf, key) for conf in _configs(args) for key in ("data", "*.data")]
-    return any(isinstance(section, DictConfig) and "class_path" in section for section in sections)
+    sections = [section for path, key in _config_files(args) for section in _data_sections(path, key)]
+    return any(isinstance(section, dict) and "class_path" in section for section in sections)
 
 
-def _configs(args: Sequence[str]) -> Iterator[Any]:
-    for path, key in _config_files(args):
-        conf = load_mapping(path)
-        yield OmegaConf.create({key: conf}) if key else conf
+def _data_sections(path: Path, key: str) -> list[Any]:
+    """Those of a whole file may be within those of subcommands."""
+    conf: Any = OmegaConf.to_container(load_mapping(path))
+    return [conf] if key else [part.get("data") for part in (conf, *conf.values()) if isinstance(part, dict)]
 
 
 def _config_files(args: Sequence[str]) -> Iterator[tuple[Path, str]]:

@@ -114,20 +114,17 @@ class RecordedBatches:
             CheckpointError: a file of it is damaged.
         """
         self.directory = Path(directory)
-        self.rounds: dict[tuple[str, int], list[int | None]] = {}
-        """By (partition, batch), in the order in which they were given, the ranks that got a share."""
-        self._where: dict[tuple[str, int | None, int], Path] = {}
+        self.rounds: dict[tuple[str, int], dict[int | None, Path]] = {}
+        """By (partition, batch), in the order in which they were given, the ranks that got a share, and where it is."""
         self._open: _Directory | None = None
         self._dp_sizes: set[int] = set()
         self._layout, self._allow_pickle = "dense", False
         for path in sorted(path for path in self.directory.glob("[0-9]*") if is_checkpoint(path)):
             with reading(path):
                 for partition, batch in Opened(path).state.batches():
-                    ranks = self.rounds.setdefault((partition, batch.batch_index), [])
-                    ranks += [] if batch.rank in ranks else [batch.rank]
-                    self._dp_sizes.add(batch.dp_size or 0)
                     # A run that resumed from a checkpoint was given a batch again: the last time counts.
-                    self._where[partition, batch.rank, batch.batch_index] = path
+                    self.rounds.setdefault((partition, batch.batch_index), {})[batch.rank] = path
+                    self._dp_sizes.add(batch.dp_size or 0)
         if not self.rounds:
             raise CheckpointNotFoundError(f"no record at {directory}: lightning-tq record has written nothing there.")
 
@@ -143,7 +140,7 @@ class RecordedBatches:
             InvalidRequestError: it can't; the text says what was recorded.
         """
         (partition, index), ranks = next(iter(self.rounds.items()))
-        _, meta = self.read(partition, ranks[0], index)
+        _, meta = self.read(partition, next(iter(ranks)), index)
         lacking = sorted(set(fields) - set(meta.field_names))
         problem = ""
         if self._dp_sizes - {0, dp_size}:
@@ -181,8 +178,7 @@ class RecordedBatches:
     def get_heads(self, meta: BatchMeta, fields: Sequence[str] | None = None, layout: str = "dense") -> TensorDict:
         """As the client's verb of this name, for a batch of this record."""
         partition, heads = meta.partition_ids[0], np.array(list(dict.fromkeys(meta.heads or ())), np.int64)
-        rank = self.rounds[partition, meta.batch_index or 0][0]
-        saved = self._saved(self._path(partition, rank, meta.batch_index or 0))
+        saved = self._saved(next(iter(self.rounds[partition, meta.batch_index or 0].values())))
         return saved.values(saved.meta(partition, heads, fields), layout, self._allow_pickle)
 
     def __call__(
@@ -195,10 +191,10 @@ class RecordedBatches:
         return self.read(partition_id, sampling_config["dp_rank"], batch_index, data_fields)
 
     def _path(self, partition: str, rank: int | None, batch_index: int) -> Path:
-        found = self._where.get((partition, rank, batch_index))
+        found = self.rounds.get((partition, batch_index), {}).get(rank)
         if found is not None:
             return found
-        there = [index for name, own, index in self._where if (name, own) == (partition, rank)]
+        there = [index for (name, index), ranks in self.rounds.items() if name == partition and rank in ranks]
         if there and batch_index > max(there):
             raise EndOfPartitionError(f"the record {self.directory} of {partition!r} ends with batch {max(there)}.")
         known = f"batches of it from {min(there)} to {max(there)}" if there else f"partitions {self.partitions}"
