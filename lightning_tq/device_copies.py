@@ -93,16 +93,13 @@ class DeviceCopies:
 
     def start(self, data: TensorDict) -> DeviceCopy | None:
         """Start the copy of a batch. None: it has jagged or nested fields, which can't be copied ahead."""
-        if not all(_is_dense(value) or is_non_tensor(value) for value in data.values()):
+        tensors = [value for value in data.values() if not is_non_tensor(value)]
+        if any(type(value) is not Tensor or value.is_nested for value in tensors):
             return None
         # The source was written by the host, so this need not wait for the device.
         with self._side.copies() as done:
             copied = data.to(self.device, non_blocking=True)
         return DeviceCopy(copied, done, self._side)
-
-
-def _is_dense(value: object) -> bool:
-    return type(value) is Tensor and not value.is_nested
 
 
 def device_copies(device: torch.device) -> DeviceCopies | None:

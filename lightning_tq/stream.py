@@ -169,11 +169,6 @@ class Stream:
         return isinstance(self.sampler, GroupSampler)
 
     @property
-    def micro_size(self) -> int | None:
-        """Rows that the loader yields at once. None: a whole batch of groups."""
-        return self.batch_size if self.micro_batch_size is None else self.micro_batch_size
-
-    @property
     def clearing_tasks(self) -> list[str]:
         """Tasks that must be done with a sample before ``clear_consumed`` deletes it. Empty: it deletes nothing."""
         if self.clear_consumed is False:

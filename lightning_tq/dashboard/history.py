@@ -60,7 +60,9 @@ class QueueHistory:
         while now - self._histograms[0][0] > _STALENESS_OF_S:
             self._histograms.popleft()
         self._numbers += 1
-        self.points.append({"n": self._numbers, "t": now, **_series(report), **self._staleness(report["metrics"])})
+        before, metrics = self._histograms[0][1], report["metrics"]
+        staleness = {kind: dict(_means(metrics[kind], before[kind])) for kind in ("versions", "age_s")}
+        self.points.append({"n": self._numbers, "t": now, **_series(report), **staleness})
         seen = [point for point in self.points if now - point["t"] <= _LOOK_S]
         self.bottleneck = plain(_bottleneck(report, seen))
 
@@ -98,13 +100,9 @@ class QueueHistory:
         self._numbers += 1
         self.events.append({"n": self._numbers, "t": now, "level": level, "text": text})
 
-    def _staleness(self, metrics: Numbers) -> Numbers:
-        """Means over the last half minute, by task; a task that was given nothing has none."""
-        before = self._histograms[0][1]
-        return {kind: dict(_means(metrics[kind], before[kind])) for kind in ("versions", "age_s")}
-
 
 def _means(now: Mapping[str, Numbers], before: Mapping[str, Numbers]) -> Iterator[tuple[str, float]]:
+    """Of what each task was given since then; one that was given nothing has none."""
     for task, own in now.items():
         was = before.get(task, {"counts": [], "sum": 0})
         count = sum(own["counts"]) - sum(was["counts"])
