@@ -136,18 +136,11 @@ class TQDataModule(LightningDataModule):
         """
         streams = [stream for streams in self._streams.values() for stream in streams]
         self._connection.open(self._queue_config, sampler_modules(streams), self._address)
-        self._note_address()
-
-    def _note_address(self) -> None:
         self._address = self._connection.address
-        if self._address != self._progress_address:
-            self._progress = None  # a position in another queue is meaningless here
-            self._progress_address = self._address
 
     def close(self) -> None:
         """End the run, and the producers and the queue that were started here. Idempotent."""
-        self._end_run()
-        self._leave_run(failed=True)
+        self._end_run(failed=True)
         if self._connection.is_open:
             self._address = None
             self._connection.close()
@@ -199,8 +192,7 @@ class TQDataModule(LightningDataModule):
         trainer, entry = self._own_trainer(), str(getattr(stage, "value", stage))
         ignore_harmless_warnings()
         refuse_finders(trainer)
-        self._end_run()
-        self._leave_run(failed=True)
+        self._end_run(failed=True)
         topology = trainer_topology(trainer, self._dp_rank, self._dp_size)
         streams = stage_streams(entry, self._streams)
         check_shares(trainer, streams)
@@ -209,14 +201,15 @@ class TQDataModule(LightningDataModule):
         shared = run_on_rank_zero(trainer, lambda: self._prepare(entry, topology, streams))
         rank_zero_info(f"Queue: {shared.address} (watch it with: lightning-tq status --watch {shared.address})")
         run_on_every_rank(trainer, lambda: self._join(shared))
+        if self._progress_address != self.address:  # a position in another queue is meaningless here
+            self._progress, self._progress_address = None, self.address
         endpoint = get_metrics_endpoint()
         if endpoint is not None:
             rank_zero_info(f"Metrics: http://{endpoint}/metrics")
         keeps = self._ack == "checkpoint" or keeps_checkpoints(trainer)
         self._run = Run(
             trainer=trainer, topology=topology, streams=streams, connection=self._connection,
-            switch=self._switch(trainer),
-            ack_rule=AckRule(self._ack, keeps, writes_in_background(trainer)),
+            switch=self._switch(trainer), ack_rule=AckRule(self._ack, keeps, writes_in_background(trainer)),
             position=None if self._progress is None else self._progress.position,
             partitions_at_start=self._partitions_at_start, producers=self._group, members=self._members,
         )  # fmt: skip
@@ -253,7 +246,6 @@ class TQDataModule(LightningDataModule):
     def _join(self, shared: SharedQueue) -> None:
         """Every rank's work after that."""
         self._members = join_queue(self._own_trainer(), self._connection, self._queue_config, shared)
-        self._note_address()
 
     def _switch(self, trainer: Trainer) -> PartitionSwitch:
         given = [callback for callback in callbacks_of(trainer) if isinstance(callback, PartitionSwitch)]
@@ -268,23 +260,22 @@ class TQDataModule(LightningDataModule):
         callbacks[:] = [AckBatches(), FitReport(), *others]
 
     def teardown(self, stage: str) -> None:
-        trainer = self._own_trainer()
-        self._end_run()
-        trainer.strategy.barrier("lightning_tq_teardown")  # the queue may end now, so no rank may still read
-        self._leave_run(failed=False)
+        self._end_run(failed=False)
         if not self._keep_alive:
             self.close()
 
     def on_exception(self, exception: BaseException) -> None:
         self.close()
 
-    def _end_run(self) -> None:
+    def _end_run(self, failed: bool) -> None:
         run, self._run = self._run, None
         if run is not None:
             run.end()
         self._group.end()
-
-    def _leave_run(self, failed: bool) -> None:
+        if not failed:
+            self._own_trainer().strategy.barrier(
+                "lightning_tq_teardown"
+            )  # the queue may end, so no rank may still read
         members, self._members = self._members, None
         if members is not None:
             members.leave(failed)
@@ -336,14 +327,13 @@ class TQDataModule(LightningDataModule):
         in every epoch. Plain data, the same on every rank."""
         position = None if self._progress is None else self._progress.position
         positions = {} if position is None else {"train": position.as_dict()}
-        left, overfitted = (self._run.left_partitions(), self._run.overfitted()) if self._run else ([], {})
-        return {"positions": positions, "left": left, "overfitted": overfitted}
+        return {"positions": positions, **(self._run.state_dict() if self._run else {"left": [], "overfitted": {}})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Training continues after the batches in the checkpoint, if it reads the same partition."""
         if self._run is None or not self._run.of_stage("train"):
             return  # validate, test and predict also load checkpoints, and must not move a training stream
-        self._run.take_over(state_dict.get("left", []), state_dict.get("overfitted", {}))
+        self._run.load_state_dict(state_dict)
         for label, position in state_dict.get("positions", {}).items():
             if label in self._run.readers:
                 self._run.readers[label].progress.restore(Position.from_dict(position, label))

@@ -81,6 +81,7 @@ class Run:
         """Version of the weights that PublishWeights published last, on every rank. None: none."""
         self._address: str = self.conf["address"]
         self._warned: set[str] = set()
+        self._shown_at_start = [name for name in self.partitions_at_start if not is_internal(name)]
         self._left = LeftPartitions()
         self._follows_a_fit = self._address in self._fitted
         checks = [self._producer_failure, self._terminated, parent_check(self.trainer.global_rank)]
@@ -103,9 +104,9 @@ class Run:
         self.watchdog.start()
         if self.trainer.state.fn == TrainerFn.FITTING:
             self._fitted.add(self._address)
-            if self._follows_a_fit and self._shown_at_start() and self.producers.running() is not None:
+            if self._follows_a_fit and self._shown_at_start and self.producers.running() is not None:
                 rank_zero_info(
-                    f"The queue of an earlier fit holds {list_names(self._shown_at_start())}, and producers can't "
+                    f"The queue of an earlier fit holds {list_names(self._shown_at_start)}, and producers can't "
                     f"put into what is sealed. For a new queue, call close() of that fit's data module first."
                 )
 
@@ -133,8 +134,8 @@ class Run:
         known = self.partitions_at_start
         if entry == "fit" or not (known or are_configured):
             return
-        shown = self._shown_at_start()
-        holds = f"The queue holds {list_names(shown)}." if shown else "The queue is empty."
+        shown = list_names(self._shown_at_start)
+        holds = f"The queue holds {shown}." if shown else "The queue is empty."
 
         def warn(reader: StreamReader, name: str) -> None:
             if name not in known:
@@ -146,9 +147,6 @@ class Run:
 
         for reader in self.readers.values():
             reader.on_partition = partial(warn, reader)
-
-    def _shown_at_start(self) -> list[str]:
-        return [name for name in self.partitions_at_start if not is_internal(name)]
 
     def of_stage(self, stage: str) -> list[StreamReader]:
         return [reader for reader in self.readers.values() if reader.stage == stage]
@@ -274,18 +272,16 @@ class Run:
     def _streams(self) -> list[Progress]:
         return [reader.progress for reader in self.readers.values()]
 
-    def left_partitions(self) -> list[str]:
-        """Partitions that readers moved on from and that ``finished_partitions`` did not return yet."""
-        return self._left.names(self._streams())
+    def state_dict(self) -> dict[str, Any]:
+        """What ``TQDataModule.state_dict`` says of partitions."""
+        streams = self._streams()
+        read = {each.label: each.partition for each in streams if self.overfits and each.partition is not None}
+        return {"left": self._left.names(streams), "overfitted": read}
 
-    def overfitted(self) -> dict[str, str]:
-        """By stream, the partition that ``overfit_batches`` reads in every epoch: that of its first iterator."""
-        streams = self._streams() if self.overfits else ()
-        return {each.label: each.partition for each in streams if each.partition is not None}
-
-    def take_over(self, left: Sequence[str], overfitted: Mapping[str, str]) -> None:
-        """Take over ``left_partitions`` and ``overfitted`` of the run that saved the checkpoint after them."""
-        self._left.take_over(left)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from the run that saved the checkpoint."""
+        self._left.take_over(state.get("left", []))
+        overfitted = state.get("overfitted", {})
         for label in overfitted.keys() & self.readers.keys() if self.overfits else ():
             self.readers[label].progress.partition = overfitted[label]
 
