@@ -272,10 +272,8 @@ class TQDataModule(LightningDataModule):
         if run is not None:
             run.end()
         self._group.end()
-        if not failed:
-            self._own_trainer().strategy.barrier(
-                "lightning_tq_teardown"
-            )  # the queue may end, so no rank may still read
+        if not failed:  # the queue may end now, so no rank may still read
+            self._own_trainer().strategy.barrier("lightning_tq_teardown")
         members, self._members = self._members, None
         if members is not None:
             members.leave(failed)

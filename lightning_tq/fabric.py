@@ -114,17 +114,10 @@ class FabricLoader:
             self._members = join_queue(self._fabric, self._connection, config, shared)
 
         with ExitStack() as on_failure:
-            on_failure.callback(self._connection.close)
-            on_failure.callback(self._leave_run, failed=True)
-            on_failure.callback(self._producers.end)
+            on_failure.callback(self._release, failed=True)
             shared = run_on_rank_zero(self._fabric, prepare)
             run_on_every_rank(self._fabric, join)
             on_failure.pop_all()
-
-    def _leave_run(self, failed: bool) -> None:
-        members, self._members = self._members, None
-        if members is not None:
-            members.leave(failed)
 
     @property
     def client(self) -> TransferQueueClient:
@@ -206,7 +199,13 @@ class FabricLoader:
     def _close(self, failed: bool) -> None:
         self.watchdog.stop()
         self._reader.close()
-        self._leave_run(failed)
+        self._release(failed)
+
+    def _release(self, failed: bool) -> None:
+        """Leave the run and the queue, and end what was started here."""
+        members, self._members = self._members, None
+        if members is not None:
+            members.leave(failed)
         self._producers.end()
         self._connection.close()
 
