@@ -124,8 +124,7 @@ class StreamReader:
     @property
     def replay(self) -> bool:
         """Whether an iterator that returns to its partition starts at its first batch."""
-        configured = self.stream.replay
-        return self._run.overfits or (self.stage != "train" if configured is None else configured)
+        return self._run.overfits or self.stage != "train" or bool(self.stream.replay)
 
     def waiting_s(self) -> float:
         """Seconds that the reader has waited for its current batch; 0 when it does not wait."""

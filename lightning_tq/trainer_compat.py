@@ -66,14 +66,10 @@ def restores_after_setup(trainer: Trainer) -> bool:
 
 def keeps_checkpoints(trainer: Trainer) -> bool:
     """True where the run resumed from a checkpoint, or a callback saves some that it could resume from."""
-    if resume_path(trainer) is not None:
-        return True
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, OnExceptionCheckpoint):
-            continue  # saves only when a run fails
-        if not isinstance(callback, ModelCheckpoint) or _saves(callback):
-            return True
-    return False
+    # The others save only when a run fails.
+    savers = [each for each in trainer.checkpoint_callbacks if not isinstance(each, OnExceptionCheckpoint)]
+    saves = any(not isinstance(each, ModelCheckpoint) or _saves(each) for each in savers)
+    return saves or resume_path(trainer) is not None
 
 
 def _saves(callback: ModelCheckpoint) -> bool:
