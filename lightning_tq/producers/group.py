@@ -169,10 +169,11 @@ class ProducerProcess:
             return
         started.set_result(popen)
         assert popen.stderr is not None
-        for line in popen.stderr:
-            text = line.decode(errors="replace")
-            self._lines.append(text)
-            sys.stderr.write(text)
+        with popen.stderr:
+            for line in popen.stderr:
+                text = line.decode(errors="replace")
+                self._lines.append(text)
+                sys.stderr.write(text)
         popen.wait()
 
     def has_joined(self, clients: Iterable[str]) -> bool:
@@ -211,9 +212,6 @@ class ProducerProcess:
             self.signal(signal.SIGKILL)
             self.popen.wait()
         self._thread.join(_STOP_TIMEOUT_S)
-        assert self.popen.stderr is not None
-        if not self._thread.is_alive():
-            self.popen.stderr.close()
 
 
 class ProducerGroup:

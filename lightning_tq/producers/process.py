@@ -11,7 +11,6 @@ import pickle
 import runpy
 import signal
 import sys
-import threading
 import traceback
 import types
 from collections.abc import Callable
@@ -81,20 +80,10 @@ def _refusal(happened: str) -> str:
 
 
 def _end_with_parent(parent: int) -> None:
-    """End when the parent does, even if it is killed. On Linux, when its thread does that started this process."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # also applies after exec
-    else:
-        threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+    """End when the parent's thread does that started this process, also if it is killed."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # also applies after exec
     if os.getppid() != parent:  # it ended before this process could notice
         os._exit(1)
-
-
-def _watch_parent(parent: int) -> None:
-    never = threading.Event()
-    while not never.wait(1.0):
-        if os.getppid() != parent:
-            os._exit(1)
 
 
 def _find_function(order: StartOrder, path: str) -> Callable[..., Any]:
