@@ -100,10 +100,11 @@ class QueueConnection:
             _warn_of_differences(config, self.conf)
         self._pid, self._joined = os.getpid(), self.address
         self._opened.add(self)
-        # multiprocessing's Finalize, unlike atexit, also runs when spawned and forked ranks end. It runs before the
-        # queue's own finalizer. It is bound to no object, since garbage collection may run in any thread.
-        is_own = self._own_queue == (self._pid, self._joined)
-        self._finalizer = Finalize(None, _close_if_own, args=(is_own, self._pid), exitpriority=20)
+        # multiprocessing's Finalize, unlike atexit, also runs when spawned and forked ranks end, and only in the process
+        # that made it. It runs before the queue's own finalizer. It is bound to no object, since garbage collection may
+        # run in any thread.
+        if self._own_queue == (self._pid, self._joined):
+            self._finalizer = Finalize(None, _close_queue, exitpriority=20)
         if config.dashboard and address is None:
             self._page = DashboardProcess(self.address, config.dashboard if isinstance(config.dashboard, str) else None)
 
@@ -118,11 +119,13 @@ class QueueConnection:
         page, self._page = self._page, None
         if page is not None:
             page.close()
-        assert self._finalizer is not None, "open made it"
+        finalizer, self._finalizer = self._finalizer, None
+        if finalizer is None:
+            return
         if any(other.is_open and other._joined == joined for other in self._opened):
-            self._finalizer.cancel()
+            finalizer.cancel()
         else:
-            self._finalizer()
+            finalizer()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_pid": None, "_joined": None, "_finalizer": None, "_page": None}  # a spawned rank opens its own
@@ -137,11 +140,10 @@ def _warn_of_differences(config: QueueConfig, running: Any) -> None:
         )
 
 
-def _close_if_own(is_own: bool, pid: int) -> None:
-    if is_own and os.getpid() == pid:
-        with contextlib.suppress(TransferQueueError):  # the queue has ended already
-            wait_for_followers(tq.get_client())
-        tq.close()
+def _close_queue() -> None:
+    with contextlib.suppress(TransferQueueError):  # the queue has ended already
+        wait_for_followers(tq.get_client())
+    tq.close()
 
 
 def wait_for_followers(client: TransferQueueClient, partitions: Collection[str] | None = None) -> None:

@@ -238,7 +238,7 @@ class ProducerGroup:
         refuse_to_train()
         if self._processes:
             raise InvalidRequestError("these producers are already running. Call end() before start().")
-        self._finalizer = Finalize(None, _end, args=(os.getpid(), self._processes), exitpriority=30)
+        self._finalizer = Finalize(None, _end, args=(self._processes,), exitpriority=30)
         for producer in self._producers:
             if stage in producer.stages:
                 for worker in range(producer.count):
@@ -268,9 +268,7 @@ class ProducerGroup:
             self._finalizer()
 
 
-def _end(pid: int, processes: list[ProducerProcess]) -> None:
-    if os.getpid() != pid:
-        return
+def _end(processes: list[ProducerProcess]) -> None:
     for process in processes:
         process.signal(signal.SIGTERM)
     for process in processes:
