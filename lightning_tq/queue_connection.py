@@ -37,14 +37,14 @@ class QueueConnection:
     """Process and address of the queue that a connection started or joined. Not that of a user's own ``init``."""
 
     def __init__(self) -> None:
-        self._pid: int | None = None
-        self._joined: str | None = None
+        self._joined: tuple[int, str] | None = None
+        """This process and the queue's address, while it is open."""
         self._finalizer: Finalize | None = None
         self._page: DashboardProcess | None = None
 
     @property
     def is_open(self) -> bool:
-        return self._pid == os.getpid()
+        return self._joined is not None and self._joined[0] == os.getpid()
 
     @property
     def client(self) -> TransferQueueClient:
@@ -98,12 +98,11 @@ class QueueConnection:
             )
         if address is None and (wanted is not None or not is_first):
             _warn_of_differences(config, self.conf)
-        self._pid, self._joined = os.getpid(), self.address
+        self._joined = (os.getpid(), self.address)
         self._opened.add(self)
-        # multiprocessing's Finalize, unlike atexit, also runs when spawned and forked ranks end, and only in the process
-        # that made it. It runs before the queue's own finalizer. It is bound to no object, since garbage collection may
-        # run in any thread.
-        if self._own_queue == (self._pid, self._joined):
+        # multiprocessing's Finalize, unlike atexit, also runs when spawned and forked ranks end, each in its own process
+        # alone. It runs before the queue's own finalizer. It is bound to no object: any thread may collect garbage.
+        if self._joined == self._own_queue:
             self._finalizer = Finalize(None, _close_queue, exitpriority=20)
         if config.dashboard and address is None:
             self._page = DashboardProcess(self.address, config.dashboard if isinstance(config.dashboard, str) else None)
@@ -115,20 +114,20 @@ class QueueConnection:
         """
         if not self.is_open:
             return
-        self._pid, joined = None, self._joined
+        joined, self._joined = self._joined, None
         page, self._page = self._page, None
         if page is not None:
             page.close()
         finalizer, self._finalizer = self._finalizer, None
         if finalizer is None:
             return
-        if any(other.is_open and other._joined == joined for other in self._opened):
+        if any(other._joined == joined for other in self._opened):
             finalizer.cancel()
         else:
             finalizer()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_pid": None, "_joined": None, "_finalizer": None, "_page": None}  # a spawned rank opens its own
+        return {"_joined": None, "_finalizer": None, "_page": None}  # a spawned rank opens its own
 
 
 def _warn_of_differences(config: QueueConfig, running: Any) -> None:
