@@ -100,8 +100,8 @@ class QueueConnection:
             _warn_of_differences(config, self.conf)
         self._joined = (os.getpid(), self.address)
         self._opened.add(self)
-        # multiprocessing's Finalize, unlike atexit, also runs when spawned and forked ranks end, each in its own process
-        # alone. It runs before the queue's own finalizer. It is bound to no object: any thread may collect garbage.
+        # multiprocessing's Finalize, unlike atexit, also runs when spawned and forked ranks end, and in no other process.
+        # It runs before the queue's own finalizer. It is bound to no object, since any thread may collect garbage.
         if self._joined == self._own_queue:
             self._finalizer = Finalize(None, _close_queue, exitpriority=20)
         if config.dashboard and address is None:
