@@ -100,8 +100,9 @@ class QueueConnection:
             _warn_of_differences(config, self.conf)
         self._joined = (os.getpid(), self.address)
         self._opened.add(self)
-        # multiprocessing's Finalize, unlike atexit, also runs when spawned and forked ranks end, and in no other process.
-        # It runs before the queue's own finalizer. It is bound to no object, since any thread may collect garbage.
+        # multiprocessing's Finalize, unlike atexit, also runs when spawned and forked ranks end: in the process that
+        # made it. It runs before the queue's own finalizer. It is bound to no object, since garbage collection may run
+        # in any thread.
         if self._joined == self._own_queue:
             self._finalizer = Finalize(None, _close_queue, exitpriority=20)
         if config.dashboard and address is None:
