@@ -19,7 +19,7 @@ from transfer_queue import Finding, GroupSampler
 
 
 class Reading(NamedTuple):
-    """Of the clock of a run's training."""
+    """How long a run has trained."""
 
     seconds: float
     """Validation is left out."""
@@ -32,26 +32,6 @@ class Reading(NamedTuple):
         return Reading(seconds, min(self.waited_s - before.waited_s, seconds))
 
 
-class TrainingClock:
-    """Seconds since it was made, except for those between ``pause`` and ``resume``."""
-
-    def __init__(self) -> None:
-        self._since = time.perf_counter()
-        self._paused_at: float | None = None
-
-    def pause(self) -> None:
-        self._paused_at = time.perf_counter()
-
-    def resume(self) -> None:
-        if self._paused_at is not None:
-            self._since += time.perf_counter() - self._paused_at
-            self._paused_at = None
-
-    def read(self, waited_s: float) -> Reading:
-        """``waited_s``: what the stream reader has waited so far."""
-        return Reading(time.perf_counter() - self._since, waited_s)
-
-
 class FitReport(Callback):
     """Logs the paragraph from the first rank. TQDataModule adds one for each run.
 
@@ -61,7 +41,8 @@ class FitReport(Callback):
     def __init__(self) -> None:
         self.first = Reading(0.0, 0.0)
         """When the first batch had come."""
-        self._clock = TrainingClock()
+        self._since = time.perf_counter()
+        self._paused_at: float | None = None
         self._batches = 0
 
     @staticmethod
@@ -69,27 +50,29 @@ class FitReport(Callback):
         """That of the Trainer's run."""
         return next(each for each in callbacks_of(trainer) if isinstance(each, FitReport))
 
-    def read(self, run: Run) -> Reading:
-        """What has passed since the run was set up."""
-        return self._clock.read(run.train_reader().waited_s)
+    def read(self, waited_s: float) -> Reading:
+        """What has passed since the run was set up. ``waited_s``: what the stream reader has waited so far."""
+        return Reading(time.perf_counter() - self._since, waited_s)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         run = Run.find(trainer)
         if run is not None and not self._batches:
-            self.first = self.read(run)
+            self.first = self.read(run.train_reader().waited_s)
         self._batches += 1
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._clock.pause()
+        self._paused_at = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._clock.resume()
+        if self._paused_at is not None:
+            self._since += time.perf_counter() - self._paused_at
+            self._paused_at = None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         run = Run.find(trainer)
         if run is None or not self._batches:
             return
-        passed = self.read(run).since(self.first)
+        passed = self.read(run.train_reader().waited_s).since(self.first)
         record = run.train_reader().stream.replay_from
         if record is not None:
             rank_zero_info(

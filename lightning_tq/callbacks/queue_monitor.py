@@ -74,11 +74,11 @@ class QueueMonitor(Callback):
         if self._batches < self.every_n_steps or not trainer.is_global_zero:
             return
         run, report = run_of(trainer), FitReport.of(trainer)
-        now = report.read(run)
+        reader = run.train_reader()
+        now = report.read(reader.waited_s)
         passed, self._last = now.since(self._last), now
         values = {"queue/wait_s": passed.waited_s / self._batches, "queue/starved": passed.waited_s / passed.seconds}
         self._batches = 0
-        reader = run.train_reader()
         partition = run.client.get_stats()["partitions"].get(reader.progress.partition, {})
         values |= _counts(partition, reader, run.topology.dp_size)
         own = queue_batch(batch)  # None: a hook has taken its metadata
@@ -100,8 +100,8 @@ class QueueMonitor(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.plot is not None and self._history.points:  # only the first rank has points
-            report = FitReport.of(trainer)
-            title = Finding.of_training(*report.read(run_of(trainer)).since(report.first)).statement
+            report, waited_s = FitReport.of(trainer), run_of(trainer).train_reader().waited_s
+            title = Finding.of_training(*report.read(waited_s).since(report.first)).statement
             draw(self._history.points, title[0].upper() + title[1:], Path(self.plot))
 
 
