@@ -40,7 +40,6 @@ class QueueHistory:
         self.bottleneck: Numbers | None = None
         """Which side limits the run now: a finding as plain data."""
         self._smooth: dict[tuple[str, ...], float] = {}
-        self._smoothed_at: float | None = None
         self._full: tuple[float, Numbers] = (-math.inf, {})
         """When the queue was full last, and what was said of it."""
         self._numbers = 0
@@ -75,8 +74,8 @@ class QueueHistory:
         return [point for point in self.points if point["n"] > number]
 
     def _smooth_rates(self, report: Numbers, now: float) -> None:
-        past_s = math.inf if self._smoothed_at is None else now - self._smoothed_at
-        before, self._smooth, self._smoothed_at = self._smooth, {}, now
+        past_s = now - self.points[-1]["t"] if self.points else math.inf
+        before, self._smooth = self._smooth, {}
         new = 1.0 - math.exp(-past_s / _SMOOTH_OVER_S)
         for name, partition in report["partitions"].items():
             rates: list[tuple[tuple[str, ...], Numbers, str]] = [((name,), partition, "put_per_s")]
