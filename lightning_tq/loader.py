@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from lightning_tq.batch import TQBatch, UnfetchedBatch, queue_batch
-from lightning_tq.device_copies import DeviceCopies
+from lightning_tq.device_copies import SideStream
 from lightning_tq.progress import AckRule, Position, Progress
 from lightning_tq.rank_watchdog import RankWatchdog
 from lightning_tq.stream import StageStream
@@ -96,7 +96,7 @@ class StreamReader:
         self.waiting_since: float | None = None
 
         # Set by the run or by a callback.
-        self.device_copies: DeviceCopies | None = None
+        self.device_copies: SideStream | None = None
         """Starts the copy of each delivered batch to the device."""
         self.on_partition: Callable[[str], None] | None = None
         """Called with the partition that an iterator starts to read."""
