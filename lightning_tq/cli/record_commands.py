@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_tq.checks import counted
 from lightning_tq.cli.queue_commands import run_joined
-from transfer_queue.errors import QueueUnreachableError, TransferQueueError
+from transfer_queue.errors import QueueUnreachableError
 
 if TYPE_CHECKING:
     from transfer_queue import RecordedBatches, TransferQueueClient
@@ -29,7 +29,6 @@ _SHARE = 10
 _TELL_EVERY_S = 10.0
 _FEW = 8
 """Tensors of up to so many numbers are shown."""
-_NOT_FOUND = 2
 
 
 # ---- record ----
@@ -133,21 +132,17 @@ def records(args: Sequence[str]) -> int:
     options = parser.parse_args(args)
     import transfer_queue as tq
 
-    try:
-        found = tq.RecordedBatches(options.directory)
-        rounds = [each for each in found.rounds if options.partition in (None, each[0])]
-        first = next((index for _, index in rounds), 0)  # the record may have begun later than the task
-        if options.step is not None and not first <= options.step < first + len(rounds):
-            raise tq.CheckpointNotFoundError(
-                f"{found.directory} has no step {options.step}. It has {len(rounds)} from {first} on, of the "
-                f"partitions {found.partitions}."
-            )
-        whole = options.step is None
-        shown = _summary(found, rounds, first) if whole else _samples(found, *rounds[options.step - first])
-        _show(list(shown), options.json)
-    except TransferQueueError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return _NOT_FOUND
+    found = tq.RecordedBatches(options.directory)
+    rounds = [each for each in found.rounds if options.partition in (None, each[0])]
+    first = next((index for _, index in rounds), 0)  # the record may have begun later than the task
+    if options.step is not None and not first <= options.step < first + len(rounds):
+        raise tq.CheckpointNotFoundError(
+            f"{found.directory} has no step {options.step}. It has {len(rounds)} from {first} on, of the "
+            f"partitions {found.partitions}."
+        )
+    whole = options.step is None
+    shown = _summary(found, rounds, first) if whole else _samples(found, *rounds[options.step - first])
+    _show(list(shown), options.json)
     return 0
 
 
