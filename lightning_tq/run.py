@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -26,7 +25,7 @@ from lightning_tq.topology import Topology
 from lightning_tq.trainer_compat import begin_next_epoch, changes_batches, step_when_trained
 from lightning_tq.wait_hints import WaitHints, why_nothing
 from transfer_queue import is_internal
-from transfer_queue.errors import ConfigError, TransferQueueError
+from transfer_queue.errors import ConfigError
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -84,7 +83,7 @@ class Run:
         self._shown_at_start = [name for name in self.partitions_at_start if not is_internal(name)]
         self._left = LeftPartitions()
         self._follows_a_fit = self._address in self._fitted
-        checks = [self._producer_failure, self._terminated, parent_check(self.trainer.global_rank)]
+        checks = [self.producers.failure, self._terminated, parent_check(self.trainer.global_rank)]
         if self.members is not None:
             checks.append(self.members.check)
         running, clears = self.producers.running, self.switch.clear_finished
@@ -155,10 +154,7 @@ class Run:
         return self.of_stage("train")[0]
 
     def end(self) -> None:
-        """End every iterator and thread. Idempotent. The producers end next, which is no finding then."""
-        with suppress(TransferQueueError):  # the queue may have ended
-            for process in self.producers.running() or ():
-                self.client.note_exit(process.client_name, "ended with its run", planned=True)
+        """End every iterator and thread. Idempotent."""
         self.watchdog.stop()
         for reader in self.readers.values():
             reader.close()
@@ -286,14 +282,6 @@ class Run:
             self.readers[label].progress.partition = overfitted[label]
 
     # ---- what the watchdog checks ----
-
-    def _producer_failure(self) -> BaseException | None:
-        process = self.producers.failed()
-        if process is None:
-            return None
-        with suppress(TransferQueueError):  # the queue may have ended before it
-            self.client.note_exit(process.client_name, *process.exit_text())
-        return process.failure()
 
     def _terminated(self) -> BaseException | None:
         return SIGTERMException() if self.trainer.received_sigterm else None

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
 from typing import Any
 
+import transfer_queue as tq
 from lightning_tq.checks import check_int
 from lightning_tq.producers.process import StartOrder, refuse_to_train
 from lightning_tq.producers.target_checks import check_call, loaded_function
@@ -249,13 +250,13 @@ class ProducerGroup:
         return any(stage in producer.stages for producer in self._producers)
 
     def failure(self) -> ProducerError | None:
-        """The first process that ended with an error or by a signal."""
-        process = self.failed()
-        return None if process is None else process.failure()
-
-    def failed(self) -> ProducerProcess | None:
-        """The first process that ended with an error or by a signal."""
-        return next((process for process in list(self._processes) if process.popen.poll()), None)
+        """That of the first process that ended with an error or by a signal, which the queue is told, too."""
+        process = next((process for process in list(self._processes) if process.popen.poll()), None)
+        if process is None:
+            return None
+        with contextlib.suppress(TransferQueueError):  # the queue may have ended before it
+            tq.get_client().note_exit(process.client_name, *process.exit_text())
+        return process.failure()
 
     def running(self) -> list[ProducerProcess] | None:
         """The processes that have not ended; None if none was started."""
@@ -263,7 +264,13 @@ class ProducerGroup:
         return [process for process in processes if process.popen.poll() is None] if processes else None
 
     def end(self) -> None:
-        """End the running processes: SIGTERM, then SIGKILL. Idempotent; does nothing in a fork."""
+        """End the running processes: SIGTERM, then SIGKILL. Idempotent; does nothing in a fork.
+
+        The queue is told before, so that their end is no finding.
+        """
+        with contextlib.suppress(TransferQueueError):  # the queue may have ended
+            for process in self.running() or ():
+                tq.get_client().note_exit(process.client_name, "ended with its run", planned=True)
         if self._finalizer is not None:
             self._finalizer()
 
