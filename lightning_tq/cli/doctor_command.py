@@ -10,7 +10,7 @@ import asyncio
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_tq.checks import byte_text, counted
@@ -75,11 +75,10 @@ def _lines(options: argparse.Namespace) -> list[Line]:
         from lightning_tq.queue_config import as_queue_config
 
         conf = as_queue_config(options.config).conf()
-    environment = read_environment(conf)
     queue, running = _look_at(options.address, options.wait)
-    if conf is None and running is not None and str(options.address).startswith("ipc://"):
-        environment = read_environment(running)
-    return [*check_environment(environment), *queue]
+    if conf is None and str(options.address).startswith("ipc://"):
+        conf = running
+    return [*check_environment(read_environment(conf)), *queue]
 
 
 def _report(lines: Sequence[Line]) -> int:
@@ -93,8 +92,9 @@ def _report(lines: Sequence[Line]) -> int:
 # ---- the environment ----
 
 
-def check_environment(environment: Environment) -> list[Line]:
-    return [line for check in _CHECKS if (line := check(environment)) is not None]
+def check_environment(found: Environment) -> list[Line]:
+    lines = [check_files(found), check_torch(found), check_shm(found), check_limits(found), check_memory(found)]
+    return lines if found.key_file is None else [*lines, check_keys(found)]
 
 
 def check_files(found: Environment) -> Line:
@@ -155,9 +155,7 @@ def check_memory(found: Environment) -> Line:
     return fine(f"memory: {byte_text(found.memory)} of {has} for values")
 
 
-def check_keys(found: Environment) -> Line | None:
-    if found.key_file is None:
-        return None
+def check_keys(found: Environment) -> Line:
     if found.key_mode is None:
         return problem(
             f"the key file {found.key_file} is missing, or not yours to read: copy it from the first server's host."
@@ -168,11 +166,6 @@ def check_keys(found: Environment) -> Line | None:
             "keys if others use this host."
         )
     return fine(f"keys: {found.key_file}")
-
-
-_CHECKS: tuple[Callable[[Environment], Line | None], ...] = (
-    check_files, check_torch, check_shm, check_limits, check_memory, check_keys,
-)  # fmt: skip
 
 
 # ---- the queue ----
