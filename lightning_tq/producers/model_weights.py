@@ -9,6 +9,7 @@ import os
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,11 +174,10 @@ class WeightsReader:
 
     def _trainer_came(self, least: int, wait_s: float) -> bool:
         """Wait for another one. Fetches fail at once meanwhile; each version is a key with tags, too."""
-        try:
+        with suppress(KeysTimeoutError):
             self._client.wait_keys(self._partition, f"version >= {max(least, self.version + 1)}", timeout_s=wait_s)
-        except KeysTimeoutError:
-            return False
-        return True
+            return True
+        return False
 
     def _load(self, meta: BatchMeta) -> bool:
         try:
