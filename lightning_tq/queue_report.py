@@ -119,11 +119,11 @@ def without_internal(stats: Numbers) -> Numbers:
     partitions = {name: each for name, each in stats["partitions"].items() if not is_internal(name)}
     fields = {field for each in partitions.values() for field in each["fields"]}
     own = {f for name, each in stats["partitions"].items() if is_internal(name) for f in each["fields"]} - fields
-    metrics = dict(stats.get("metrics", {}))
-    for kind in ("versions", "age_s"):
-        metrics |= {kind: _without_internal(metrics[kind])} if kind in metrics else {}
+    metrics = stats.get("metrics", {})
+    by_task = {kind: _without_internal(metrics[kind]) for kind in ("versions", "age_s") if kind in metrics}
     return {
-        **stats, "partitions": partitions, "metrics": metrics, "dropped": _without_internal(stats["dropped"]),
+        **stats, "partitions": partitions, "dropped": _without_internal(stats["dropped"]),
+        "metrics": {**metrics, **by_task},
         "waiting": [each for each in stats["waiting"] if each["writer"] or not is_internal(each["partition"])],
         "producers": {field: each for field, each in stats["producers"].items() if field not in own},
     }  # fmt: skip
