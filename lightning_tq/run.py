@@ -192,14 +192,14 @@ class Run:
             reader.stream, epoch=epoch, global_step=step, policy_version=version, stage=reader.stage
         )
 
-    def announce(self, version: int, is_first: bool) -> None:
-        """Say which policy version trains now: groups that are leased from now on have it.
-
-        Args:
-            is_first: It is the first one of this run, which may follow a run that had come further.
-        """
-        stream, stage = self.train_reader().stream, "train"
-        self.client.advance(self.switch.pattern(stream, stage), version, resumed=is_first)
+    def announce(self, version: int) -> None:
+        """Say on every rank which policy version trains now: groups that are leased from now on have it."""
+        before, self.policy_version = self.policy_version, version
+        if not self.trainer.is_global_zero:
+            return
+        stream = self.train_reader().stream
+        is_first = before is None or version < before  # of this run, which may follow one that had come further
+        self.client.advance(self.switch.pattern(stream, "train"), version, resumed=is_first)
         if is_first and stream.draws_groups:  # if it resumes, leases have waited for this
             stream.register(self.client, self.topology.dp_size)
 

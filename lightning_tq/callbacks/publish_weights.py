@@ -184,10 +184,8 @@ class PublishWeights(Callback):
 
     def _publish(self, trainer: Trainer, pl_module: LightningModule, version: int) -> None:
         """All ranks must call it, because the weights may be sharded over them."""
-        run, before, self.version = run_of(trainer), self.version, version
-        run.policy_version = version
-        if trainer.is_global_zero:  # before the weights are copied, so that no group is leased with the last version
-            run.announce(version, is_first=before is None or version < before)
+        self.version = version
+        run_of(trainer).announce(version)  # before the weights are copied, so that no group is leased with the last one
         state = _full_state(trainer, pl_module)
         if self._worker is None:
             return
