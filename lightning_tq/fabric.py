@@ -83,7 +83,6 @@ class FabricLoader:
         """Number of the current or last pass."""
         self.topology = fabric_topology(fabric, dp_rank, dp_size)
         self._fabric = fabric
-        self._ack = ack
         self._next_epoch = 0
         self.partitions_at_start: Collection[str] = ()
         self._connection = QueueConnection()
@@ -151,13 +150,11 @@ class FabricLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last delivered batch. Plain data, the same on every rank."""
-        if self._ack != "step":
-            self._reader.progress.save()
-        position = self._reader.progress.position
-        return {
-            "epoch": self.epoch, "position": {} if position is None else position.as_dict(),
-            "taken": self._reader.progress.taken,
-        }  # fmt: skip
+        progress = self._reader.progress
+        if self.ack_rule.ack != "step":
+            progress.save()
+        position = {} if progress.position is None else progress.position.as_dict()
+        return {"epoch": self.epoch, "position": position, "taken": progress.taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next pass continues that epoch. It is empty if that epoch was read to its end."""
