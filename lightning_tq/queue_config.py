@@ -130,11 +130,8 @@ def differences(config: QueueConfig, running: Mapping[str, Any]) -> list[str]:
     defaults = dict(_leaves(QueueConfig().conf()))
     found = []
     for path, value in _leaves(config.conf()):
-        if (
-            path == ("address",)
-            or (path in defaults and defaults[path] == value)
-            or not _OTHER_BACKENDS.isdisjoint(path)
-        ):
+        is_default = path in defaults and defaults[path] == value
+        if is_default or path == ("address",) or not _OTHER_BACKENDS.isdisjoint(path):
             continue
         has = _at(path, running)
         if value != has and not (path[-1] == "sampler_modules" and set(value) <= set(has)):

@@ -262,9 +262,8 @@ def _remove_orphans(checkpoint: str) -> None:
 
     folder = os.path.dirname(checkpoint if _is_url(checkpoint) else os.path.abspath(checkpoint))
     files, path = fsspec.core.url_to_fs(folder)
-    names = (
-        {os.path.basename(name.rstrip("/")) for name in files.ls(path, detail=False)} if files.exists(path) else set()
-    )
+    listed = files.ls(path, detail=False) if files.exists(path) else []
+    names = {os.path.basename(name.rstrip("/")) for name in listed}
     for name in names:
         saved, _, suffix = name.rpartition(".tq")
         if suffix in _SUFFIXES and saved.endswith(".ckpt") and saved not in names:

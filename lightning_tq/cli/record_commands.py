@@ -100,11 +100,8 @@ class _Recorder:
     def _has_ended(self, stats: dict[str, Any]) -> bool:
         read = [each["tasks"][self._task] for each in stats["partitions"].values() if self._task in each["tasks"]]
         readers = f"StreamingDataset_{self._task}_"
-        return (
-            bool(read)
-            and all(each["ended"] for each in read)
-            and not any(name.startswith(readers) for name in stats["clients"])
-        )
+        is_read = bool(read) and all(each["ended"] for each in read)
+        return is_read and not any(name.startswith(readers) for name in stats["clients"])
 
     def _save(self) -> None:
         """What is to be written, if there is anything."""
