@@ -81,20 +81,14 @@ class QueueMonitor(Callback):
         self._batches = 0
         partition = run.client.get_stats()["partitions"].get(reader.progress.partition, {})
         values |= _counts(partition, reader, run.topology.dp_size)
-        own = queue_batch(batch)  # None: a hook has taken its metadata
-        if own is not None and (ages := _ages(own.meta, self.tag, self._step)):
-            values["queue/staleness"] = sum(ages) / len(ages)
-            if own.meta.group_versions:
-                values |= {"staleness/mean": values["queue/staleness"], "staleness/max": float(max(ages))}
-                # Groups of the partition that are read no more, because they got too old.
-                values["staleness/dropped"] = float(partition.get("groups", {}).get("states", {}).get("stale", 0))
+        own = queue_batch(batch)
+        if own is not None:  # a hook may have taken its metadata
+            values |= _staleness(own.meta, _ages(own.meta, self.tag, self._step), partition)
+        own_step: dict[str, Any] = {"on_step": True, "on_epoch": False, "rank_zero_only": True}
         for name, value in values.items():
-            pl_module.log(name, value, on_step=True, on_epoch=False, rank_zero_only=True)
-            if name in _ON_THE_BAR:  # a name that leaves room for others
-                short = _ON_THE_BAR[name]
-                pl_module.log(
-                    short, value, prog_bar=True, logger=False, on_step=True, on_epoch=False, rank_zero_only=True
-                )
+            pl_module.log(name, value, **own_step)
+            if name in _ON_THE_BAR:  # by a name that leaves room for others
+                pl_module.log(_ON_THE_BAR[name], value, prog_bar=True, logger=False, **own_step)
         at_s, staleness = now.since(report.first).seconds, values.get("queue/staleness")
         self._history.add(Point(at_s, values["queue/ready"], values["queue/starved"], staleness))
 
@@ -112,6 +106,17 @@ def _ages(meta: BatchMeta, tag: str, version: int) -> list[int]:
     else:
         made = [tags.get(tag) for tags, pad in zip(meta.custom_meta, meta.padding_mask, strict=True) if not pad]
     return [version - each for each in made if isinstance(each, int)]
+
+
+def _staleness(meta: BatchMeta, ages: list[int], partition: dict[str, Any]) -> dict[str, float]:
+    if not ages:
+        return {}
+    mean = sum(ages) / len(ages)
+    if not meta.group_versions:
+        return {"queue/staleness": mean}
+    dropped = partition.get("groups", {}).get("states", {}).get("stale", 0)  # read no more, because they got too old
+    of_groups = {"staleness/mean": mean, "staleness/max": float(max(ages)), "staleness/dropped": float(dropped)}
+    return {"queue/staleness": mean, **of_groups}
 
 
 def _counts(partition: dict[str, Any], reader: StreamReader, dp_size: int) -> dict[str, float]:
