@@ -107,8 +107,9 @@ class StreamReader:
         rule = replace(run.ack_rule, ack="never") if self.replay else run.ack_rule
         self.progress = Progress(each.label, rule if each.stage == "train" else None, position)
         rows = stream.batch_size if stream.micro_batch_size is None else stream.micro_batch_size
-        sizes = {"batch_size": stream.batch_size, "micro_batch_size": rows, "dp_size": run.topology.dp_size}
-        self._sizes: dict[str, Any] = sizes
+        self._sizes: dict[str, Any] = {
+            "batch_size": stream.batch_size, "micro_batch_size": rows, "dp_size": run.topology.dp_size
+        }  # fmt: skip
         self._unfetched: UnfetchedBatch | None = None
         self._just_acked: list[str] = []
         self._told: tuple[str, int] | None = None

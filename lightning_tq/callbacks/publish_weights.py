@@ -149,7 +149,7 @@ class PublishWeights(Callback):
     # After these hooks, something may change the tensors that are being copied: the step, or a callback that averages
     # weights.
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule, *optimizer: Any) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any = None) -> None:
         """Wait for the copy. The device waits, not the host."""
         copied, self._copied = self._copied, None
         if copied is not None and self._side is not None:
@@ -169,16 +169,16 @@ class PublishWeights(Callback):
         if self._worker is not None:
             self._worker.flush()
             run_of(trainer).client.seal_partition(self.partition)
-            self.teardown(trainer, pl_module)
+            self.teardown(trainer, pl_module, "fit")
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, *reason: Any) -> None:
-        """End the thread. Not sealed after an exception: a trainer that resumes from a checkpoint publishes again."""
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "fit")  # not sealed: a trainer that resumes from a checkpoint publishes again
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.stop(_STOP_TIMEOUT_S)
         self._free, self._copied, self._side = [], None, None
-
-    on_exception = teardown
 
     # ---- copy and put ----
 

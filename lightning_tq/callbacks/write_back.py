@@ -68,15 +68,15 @@ class WriteBack(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         run_of(trainer, "WriteBack")
 
-    # ``numbers``: of the batch and, with several loaders, of the loader.
-
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *numbers: int
-    ) -> None:
-        stage, loader = trainer.state.stage, numbers[1] if len(numbers) > 1 else 0
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:  # fmt: skip
+        stage = trainer.state.stage
         assert stage is not None, "a batch belongs to a stage"
-        if stage.dataloader_prefix == self.stage and self.loader in (None, loader) and not trainer.sanity_checking:
-            self._write(trainer, outputs, batch, loader)
+        is_own = stage.dataloader_prefix == self.stage and self.loader in (None, dataloader_idx)
+        if is_own and not trainer.sanity_checking:
+            self._write(trainer, outputs, batch, dataloader_idx)
 
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
 
