@@ -18,7 +18,7 @@ from lightning_tq.trainer_compat import callbacks_of
 from transfer_queue import Finding, GroupSampler
 
 
-class Reading(NamedTuple):
+class TrainingTime(NamedTuple):
     """How long a run has trained."""
 
     seconds: float
@@ -26,10 +26,10 @@ class Reading(NamedTuple):
     waited_s: float
     """How many of them training waited for batches."""
 
-    def since(self, before: Reading) -> Reading:
+    def since(self, before: TrainingTime) -> TrainingTime:
         """What has passed since an earlier one."""
         seconds = max(self.seconds - before.seconds, 1e-9)
-        return Reading(seconds, min(self.waited_s - before.waited_s, seconds))
+        return TrainingTime(seconds, min(self.waited_s - before.waited_s, seconds))
 
 
 class FitReport(Callback):
@@ -39,7 +39,7 @@ class FitReport(Callback):
     """
 
     def __init__(self) -> None:
-        self.first = Reading(0.0, 0.0)
+        self.first = TrainingTime(0.0, 0.0)
         """When the first batch had come."""
         self._since = time.perf_counter()
         self._paused_at: float | None = None
@@ -50,9 +50,9 @@ class FitReport(Callback):
         """That of the Trainer's run."""
         return next(each for each in callbacks_of(trainer) if isinstance(each, FitReport))
 
-    def read(self, waited_s: float) -> Reading:
+    def read(self, waited_s: float) -> TrainingTime:
         """What has passed since the run was set up. ``waited_s``: what the stream reader has waited so far."""
-        return Reading(time.perf_counter() - self._since, waited_s)
+        return TrainingTime(time.perf_counter() - self._since, waited_s)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         run = Run.find(trainer)

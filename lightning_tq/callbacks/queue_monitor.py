@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_tq.batch import queue_batch
-from lightning_tq.callbacks.fit_report import FitReport, Reading
+from lightning_tq.callbacks.fit_report import FitReport, TrainingTime
 from lightning_tq.checks import check_int
 from lightning_tq.loader import StreamReader
 from lightning_tq.queue_picture import History, Point, check_matplotlib, draw
@@ -61,7 +61,7 @@ class QueueMonitor(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         run_of(trainer, "QueueMonitor")
         self._batches = self._step = 0
-        self._last = Reading(0.0, 0.0)
+        self._last = TrainingTime(0.0, 0.0)
         self._history = History()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
