@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from tensordict import TensorDict
 
-    from lightning_tq.device_copies import DeviceCopies, DeviceCopy
+    from lightning_tq.device_copies import DeviceCopy, SideStream
     from lightning_tq.progress import Position
 
 
@@ -58,7 +58,7 @@ class TQBatch:
         """Number of rows."""
         return int(self.meta.size)
 
-    def copy_ahead(self, copies: DeviceCopies) -> None:
+    def copy_ahead(self, copies: SideStream) -> None:
         """Start the copy that ``to`` returns. The values must not change after this. Idempotent."""
         if self._copies is None:
             self._copies = [None if values is None else copies.start(values) for values in (self.data, self.heads)]

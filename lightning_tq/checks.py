@@ -41,9 +41,7 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
 
 def byte_text(number: int) -> str:
     """A number of bytes, as "1.5 MiB"."""
-    size = float(number)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
+    power = min(max(0, number.bit_length() - 1) // 10, 4)
+    size = number / 1024**power
+    digits = 0 if power == 0 or size >= 100 else 1
+    return f"{size:.{digits}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

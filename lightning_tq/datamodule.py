@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_tq.callbacks.ack_batches import AckBatches
 from lightning_tq.callbacks.fit_report import FitReport
 from lightning_tq.callbacks.partition_switch import PartitionSwitch
-from lightning_tq.callbacks.publish_weights import PublishWeights, policy_version
+from lightning_tq.callbacks.publish_weights import PublishWeights
 from lightning_tq.callbacks.queue_checkpoint import restore_queue, writes_in_background
 from lightning_tq.checks import check_choice
 from lightning_tq.loader import StreamLoader, StreamReader, stream_loader
@@ -22,7 +22,7 @@ from lightning_tq.producers.process import refuse_to_train
 from lightning_tq.progress import Ack, AckRule, Position, Progress
 from lightning_tq.queue_config import QueueConfig, as_queue_config
 from lightning_tq.queue_connection import QueueConnection
-from lightning_tq.run import Run, RunSpec
+from lightning_tq.run import Run
 from lightning_tq.run_members import RunMembers, SharedQueue, join_queue
 from lightning_tq.stream import (
     StageStream,
@@ -37,7 +37,6 @@ from lightning_tq.stream import (
 from lightning_tq.topology import Rank, Topology, run_on_every_rank, run_on_rank_zero, trainer_topology
 from lightning_tq.trainer_compat import (
     callbacks_of,
-    check_checkpoints,
     check_shares,
     check_slots,
     ignore_harmless_warnings,
@@ -117,7 +116,7 @@ class TQDataModule(LightningDataModule):
         self._ack = ack
         self._connection = QueueConnection()
         self._address: str | None = None
-        self._group: ProducerGroup | None = None
+        self._group = ProducerGroup(())
         self._run: Run | None = None
         self._members: RunMembers | None = None
         self._progress: Progress | None = None
@@ -137,18 +136,11 @@ class TQDataModule(LightningDataModule):
         """
         streams = [stream for streams in self._streams.values() for stream in streams]
         self._connection.open(self._queue_config, sampler_modules(streams), self._address)
-        self._note_address()
-
-    def _note_address(self) -> None:
         self._address = self._connection.address
-        if self._address != self._progress_address:
-            self._progress = None  # a position in another queue is meaningless here
-            self._progress_address = self._address
 
     def close(self) -> None:
         """End the run, and the producers and the queue that were started here. Idempotent."""
-        self._end_run()
-        self._leave_run(failed=True)
+        self._end_run(failed=True)
         if self._connection.is_open:
             self._address = None
             self._connection.close()
@@ -162,18 +154,6 @@ class TQDataModule(LightningDataModule):
     def address(self) -> str:
         """Where other processes join the queue."""
         return self._connection.address
-
-    def stats(self) -> dict[str, Any]:
-        """The queue's statistics, and per stream of this process: partition, seconds waited, batches, position."""
-        streams = {
-            label: {
-                "partition": reader.progress.partition, "waited_s": reader.waited_s, "taken": reader.progress.taken,
-                "trained": reader.progress.trained, "position": position and position.as_dict(),
-            }
-            for label, reader in (self._run.readers if self._run else {}).items()
-            for position in (reader.progress.position,)
-        }  # fmt: skip
-        return {**self.client.get_stats(), "streams": streams}
 
     def partition(self, stage: str = "train", number: int = 0) -> str:
         """The partition that an iterator of this stage ("train", "val", ...) would read now.
@@ -212,28 +192,27 @@ class TQDataModule(LightningDataModule):
         trainer, entry = self._own_trainer(), str(getattr(stage, "value", stage))
         ignore_harmless_warnings()
         refuse_finders(trainer)
-        self._end_run()
-        self._leave_run(failed=True)
+        self._end_run(failed=True)
         topology = trainer_topology(trainer, self._dp_rank, self._dp_size)
         streams = stage_streams(entry, self._streams)
         check_shares(trainer, streams)
         check_slots(trainer, streams)
-        self._group = ProducerGroup(self._producers) if trainer.is_global_zero else None
+        self._group = ProducerGroup(self._producers if trainer.is_global_zero else ())
         shared = run_on_rank_zero(trainer, lambda: self._prepare(entry, topology, streams))
         rank_zero_info(f"Queue: {shared.address} (watch it with: lightning-tq status --watch {shared.address})")
         run_on_every_rank(trainer, lambda: self._join(shared))
+        if self._progress_address != self.address:  # a position in another queue is meaningless here
+            self._progress, self._progress_address = None, self.address
         endpoint = get_metrics_endpoint()
         if endpoint is not None:
             rank_zero_info(f"Metrics: http://{endpoint}/metrics")
         keeps = self._ack == "checkpoint" or keeps_checkpoints(trainer)
-        spec = RunSpec(
+        self._run = Run(
             trainer=trainer, topology=topology, streams=streams, connection=self._connection,
-            switch=self._switch(trainer), policy_version=policy_version,
-            ack_rule=AckRule(self._ack, keeps, writes_in_background(trainer)),
+            switch=self._switch(trainer), ack_rule=AckRule(self._ack, keeps, writes_in_background(trainer)),
             position=None if self._progress is None else self._progress.position,
             partitions_at_start=self._partitions_at_start, producers=self._group, members=self._members,
         )  # fmt: skip
-        self._run = Run(spec)
         self._run.start()
         for reader in self._run.of_stage("train"):
             self._progress = reader.progress
@@ -248,8 +227,6 @@ class TQDataModule(LightningDataModule):
         replays = check_records(streams, topology.dp_size, bool(self._producers))
         self.open()
         checkpoint = resume_path(trainer)
-        if entry == "fit" and self._ack in ("auto", "checkpoint"):
-            check_checkpoints(trainer, streams, topology.dp_size, self.client.get_stats()["capacity"])
         if entry == "fit" and checkpoint is not None and not replays:
             restore_queue(self.client, checkpoint)
         self._partitions_at_start = self.client.get_partition_list()
@@ -261,18 +238,14 @@ class TQDataModule(LightningDataModule):
             # Groups can be leased once their task is there, and must not be before a resumed run knows its version.
             if not (publishes and checkpoint is not None and each.stage == "train" and each.stream.draws_groups):
                 each.stream.register(self.client, topology.dp_size)
-        assert self._group is not None
-        if replays:
-            self._group = ProducerGroup([])
-        if self._group.runs_in(entry):
+        if self._group.runs_in(entry) and not replays:
             self.client.expect_producers()  # an earlier run's have died, and these take seconds to start
-        self._group.start(self.address, entry, self._connection.conf["key_file"])
+            self._group.start(self.address, entry, self._connection.conf["key_file"])
         return SharedQueue.of(trainer, self._connection)
 
     def _join(self, shared: SharedQueue) -> None:
         """Every rank's work after that."""
         self._members = join_queue(self._own_trainer(), self._connection, self._queue_config, shared)
-        self._note_address()
 
     def _switch(self, trainer: Trainer) -> PartitionSwitch:
         given = [callback for callback in callbacks_of(trainer) if isinstance(callback, PartitionSwitch)]
@@ -287,25 +260,20 @@ class TQDataModule(LightningDataModule):
         callbacks[:] = [AckBatches(), FitReport(), *others]
 
     def teardown(self, stage: str) -> None:
-        trainer = self._own_trainer()
-        self._end_run()
-        trainer.strategy.barrier("lightning_tq_teardown")  # the queue may end now, so no rank may still read
-        self._leave_run(failed=False)
+        self._end_run(failed=False)
         if not self._keep_alive:
             self.close()
 
     def on_exception(self, exception: BaseException) -> None:
         self.close()
 
-    def _end_run(self) -> None:
+    def _end_run(self, failed: bool) -> None:
         run, self._run = self._run, None
         if run is not None:
             run.end()
-        group, self._group = self._group, None
-        if group is not None:
-            group.end()
-
-    def _leave_run(self, failed: bool) -> None:
+        self._group.end()
+        if not failed:  # the queue may end now, so no rank may still read
+            self._own_trainer().strategy.barrier("lightning_tq_teardown")
         members, self._members = self._members, None
         if members is not None:
             members.leave(failed)
@@ -318,11 +286,6 @@ class TQDataModule(LightningDataModule):
     # ---- for callbacks ----
 
     @property
-    def dp_size(self) -> int:
-        """Data-parallel ranks of the run."""
-        return self.topology.dp_size
-
-    @property
     def topology(self) -> Topology:
         """This process among the data-parallel ranks of the run."""
         return self._current_run().topology
@@ -330,10 +293,6 @@ class TQDataModule(LightningDataModule):
     def train_reader(self) -> StreamReader:
         """The stream reader of training in this process."""
         return self._current_run().train_reader()
-
-    def finished_partitions(self) -> list[str]:
-        """Partitions that this run has finished reading; each is returned once."""
-        return self._current_run().finished_partitions()
 
     def _current_run(self) -> Run:
         if self._run is None:
@@ -366,21 +325,20 @@ class TQDataModule(LightningDataModule):
         in every epoch. Plain data, the same on every rank."""
         position = None if self._progress is None else self._progress.position
         positions = {} if position is None else {"train": position.as_dict()}
-        left, overfitted = (self._run.left_partitions(), self._run.overfitted()) if self._run else ([], {})
-        return {"positions": positions, "left": left, "overfitted": overfitted}
+        return {"positions": positions, **(self._run.state_dict() if self._run else {"left": [], "overfitted": {}})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Training continues after the batches in the checkpoint, if it reads the same partition."""
         if self._run is None or not self._run.of_stage("train"):
             return  # validate, test and predict also load checkpoints, and must not move a training stream
-        self._run.take_over(state_dict.get("left", []), state_dict.get("overfitted", {}))
+        self._run.load_state_dict(state_dict)
         for label, position in state_dict.get("positions", {}).items():
             if label in self._run.readers:
                 self._run.readers[label].progress.restore(Position.from_dict(position, label))
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads and processes stay in this process.
-        return {**self.__dict__, "_run": None, "_group": None, "_members": None}
+        return {**self.__dict__, "_run": None, "_group": ProducerGroup(()), "_members": None}
 
 
 def _as_list(stage: str, streams: Streams | Mapping[str, Any]) -> list[Stream]:

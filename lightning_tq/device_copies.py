@@ -45,6 +45,16 @@ class SideStream:
             yield done
             done.record(self._stream)
 
+    def start(self, data: TensorDict) -> DeviceCopy | None:
+        """Start the copy of a batch. None: it has jagged or nested fields, which can't be copied ahead."""
+        tensors = [value for value in data.values() if not is_non_tensor(value)]
+        if any(type(value) is not Tensor or value.is_nested for value in tensors):
+            return None
+        # The source was written by the host, so this need not wait for the device.
+        with self.copies() as done:
+            copied = data.to(self.device, non_blocking=True)
+        return DeviceCopy(copied, done, self)
+
     def follow(self, read: Iterable[Tensor]) -> None:
         """Copies that start from now on wait for what the device was given so far.
 
@@ -84,27 +94,7 @@ class DeviceCopy(NamedTuple):
         return self.data
 
 
-class DeviceCopies:
-    """Starts copies of batches to one device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._side = SideStream(device)
-
-    def start(self, data: TensorDict) -> DeviceCopy | None:
-        """Start the copy of a batch. None: it has jagged or nested fields, which can't be copied ahead."""
-        if not all(_is_dense(value) or is_non_tensor(value) for value in data.values()):
-            return None
-        # The source was written by the host, so this need not wait for the device.
-        with self._side.copies() as done:
-            copied = data.to(self.device, non_blocking=True)
-        return DeviceCopy(copied, done, self._side)
-
-
-def _is_dense(value: object) -> bool:
-    return type(value) is Tensor and not value.is_nested
-
-
-def device_copies(device: torch.device) -> DeviceCopies | None:
-    """None: the device has no streams, so a copy can't run beside a step."""
-    return DeviceCopies(device) if SideStream(device).is_real else None
+def device_copies(device: torch.device) -> SideStream | None:
+    """A stream for copies of batches. None: the device has no streams, so a copy can't run beside a step."""
+    side = SideStream(device)
+    return side if side.is_real else None

@@ -83,7 +83,6 @@ class FabricLoader:
         """Number of the current or last pass."""
         self.topology = fabric_topology(fabric, dp_rank, dp_size)
         self._fabric = fabric
-        self._ack = ack
         self._next_epoch = 0
         self.partitions_at_start: Collection[str] = ()
         self._connection = QueueConnection()
@@ -93,13 +92,12 @@ class FabricLoader:
         checks = [self._producers.failure, parent_check(fabric.global_rank)]
         if self._members is not None:
             checks.append(self._members.check)
-        self._watchdog = RankWatchdog(checks)
+        self.watchdog = RankWatchdog(checks)
         self.ack_rule = AckRule(ack, keeps_checkpoints=ack == "checkpoint")
         self.conf: Any = self._connection.conf
         self._reader = StreamReader(StageStream("train", "train", stream), self)
-        self._progress = self._reader.progress
         self._loader = stream_loader(self._reader)
-        self._watchdog.start()
+        self.watchdog.start()
 
     def _join_queue(self, stream: Stream, config: QueueConfig) -> None:
         def prepare() -> SharedQueue:
@@ -115,17 +113,10 @@ class FabricLoader:
             self._members = join_queue(self._fabric, self._connection, config, shared)
 
         with ExitStack() as on_failure:
-            on_failure.callback(self._connection.close)
-            on_failure.callback(self._leave_run, failed=True)
-            on_failure.callback(self._producers.end)
+            on_failure.callback(self._release, failed=True)
             shared = run_on_rank_zero(self._fabric, prepare)
             run_on_every_rank(self._fabric, join)
             on_failure.pop_all()
-
-    def _leave_run(self, failed: bool) -> None:
-        members, self._members = self._members, None
-        if members is not None:
-            members.leave(failed)
 
     @property
     def client(self) -> TransferQueueClient:
@@ -159,23 +150,21 @@ class FabricLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last delivered batch. Plain data, the same on every rank."""
-        if self._ack != "step":
-            self._progress.save()
-        position = self._progress.position
-        return {
-            "epoch": self.epoch, "position": {} if position is None else position.as_dict(),
-            "taken": self._progress.taken,
-        }  # fmt: skip
+        progress = self._reader.progress
+        if self.ack_rule.ack != "step":
+            progress.save()
+        position = {} if progress.position is None else progress.position.as_dict()
+        return {"epoch": self.epoch, "position": position, "taken": progress.taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next pass continues that epoch. It is empty if that epoch was read to its end."""
         if not _NEEDED <= set(state) <= _STATE:
             raise InvalidRequestError(f"can't resume from {dict(state)!r}: this is not a FabricLoader's state.")
-        self._progress.wait_for_checkpoints()
+        self._reader.progress.wait_for_checkpoints()
         self._next_epoch = self.epoch = int(state["epoch"])
         if state["position"]:
             position = Position.from_dict(state["position"], self._reader.label)
-            self._progress.restore(position, int(state.get("taken", 0)))
+            self._reader.progress.restore(position, int(state.get("taken", 0)))
 
     # ---- loader.RunContext ----
 
@@ -193,12 +182,6 @@ class FabricLoader:
     def training_ends(self, epochs_ahead: int) -> bool:
         return epochs_ahead > 0  # so a pass never goes on with the next epoch
 
-    def has_stopped(self) -> bool:
-        return self._watchdog.stopped.is_set()
-
-    def check(self) -> None:
-        self._watchdog.check()
-
     def stream_ended(self, reader: StreamReader) -> None:
         text = reader.leftover_text() if self._fabric.is_global_zero else None
         if text is not None:
@@ -211,9 +194,15 @@ class FabricLoader:
         self._close(failed=True)
 
     def _close(self, failed: bool) -> None:
-        self._watchdog.stop()
+        self.watchdog.stop()
         self._reader.close()
-        self._leave_run(failed)
+        self._release(failed)
+
+    def _release(self, failed: bool) -> None:
+        """Leave the run and the queue, and end what was started here."""
+        members, self._members = self._members, None
+        if members is not None:
+            members.leave(failed)
         self._producers.end()
         self._connection.close()
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
@@ -13,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from lightning_tq.batch import TQBatch, UnfetchedBatch, queue_batch
-from lightning_tq.device_copies import DeviceCopies
+from lightning_tq.device_copies import SideStream
 from lightning_tq.progress import AckRule, Position, Progress
+from lightning_tq.rank_watchdog import RankWatchdog
 from lightning_tq.stream import StageStream
 from lightning_tq.topology import Topology
 from transfer_queue import (
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from lightning.fabric import Fabric
     from lightning.pytorch import Trainer
 
-logger = logging.getLogger(__name__)
-
 
 class RunContext(Protocol):
     """What a stream reader asks the run it belongs to."""
@@ -39,6 +37,8 @@ class RunContext(Protocol):
     """For the stream that is trained."""
     partitions_at_start: Collection[str]
     """Partitions in the queue before the run's producers started. Empty on ranks other than the first."""
+    watchdog: RankWatchdog
+    """Says when streams should end, and raises the error that ended the run."""
 
     @property
     def client(self) -> TransferQueueClient:
@@ -68,12 +68,6 @@ class RunContext(Protocol):
     def overfits(self) -> bool:
         """Whether every epoch reads the batches of the first one again."""
 
-    def has_stopped(self) -> bool:
-        """Whether streams should end."""
-
-    def check(self) -> None:
-        """Raise the error that ended the run, if there is one."""
-
     def stream_ended(self, reader: StreamReader) -> None:
         """The stream has no more batches in its partition."""
 
@@ -102,7 +96,7 @@ class StreamReader:
         self.waiting_since: float | None = None
 
         # Set by the run or by a callback.
-        self.device_copies: DeviceCopies | None = None
+        self.device_copies: SideStream | None = None
         """Starts the copy of each delivered batch to the device."""
         self.on_partition: Callable[[str], None] | None = None
         """Called with the partition that an iterator starts to read."""
@@ -112,8 +106,9 @@ class StreamReader:
         self._run = run
         rule = replace(run.ack_rule, ack="never") if self.replay else run.ack_rule
         self.progress = Progress(each.label, rule if each.stage == "train" else None, position)
+        rows = stream.batch_size if stream.micro_batch_size is None else stream.micro_batch_size
         self._sizes: dict[str, Any] = {
-            "batch_size": stream.batch_size, "micro_batch_size": stream.micro_size, "dp_size": run.topology.dp_size
+            "batch_size": stream.batch_size, "micro_batch_size": rows, "dp_size": run.topology.dp_size
         }  # fmt: skip
         self._unfetched: UnfetchedBatch | None = None
         self._just_acked: list[str] = []
@@ -122,16 +117,15 @@ class StreamReader:
         self.dataset = ReaderDataset(
             config=run.conf, data_fields=stream.fields, partition_id="", task_name=stream.task,
             dp_rank=run.topology.dp_rank, **self._sizes, sampling_config=stream.sampling_config,
-            prefetch=stream.prefetch, layout=stream.layout, timeout_s=stream.timeout_s, should_stop=run.has_stopped,
-            where=stream.where, head_fields=stream.head_fields, fetch_batch_fn=stream.record,
+            prefetch=stream.prefetch, layout=stream.layout, timeout_s=stream.timeout_s, where=stream.where,
+            should_stop=run.watchdog.stopped.is_set, head_fields=stream.head_fields, fetch_batch_fn=stream.record,
         )  # fmt: skip
         self.dataset.reader = self
 
     @property
     def replay(self) -> bool:
         """Whether an iterator that returns to its partition starts at its first batch."""
-        configured = self.stream.replay
-        return self._run.overfits or (self.stage != "train" if configured is None else configured)
+        return self._run.overfits or self.stage != "train" or bool(self.stream.replay)
 
     def waiting_s(self) -> float:
         """Seconds that the reader has waited for its current batch; 0 when it does not wait."""
@@ -190,7 +184,7 @@ class StreamReader:
         return self._wait_for_batch(iterator)
 
     def _wait_for_batch(self, iterator: StreamIterator) -> TQBatch:
-        self._run.check()
+        self._run.watchdog.check()
         if not self.progress.taken and self._training_ends():
             iterator.close()  # Lightning asks for a batch even if the checkpoint was saved at the end of training
             raise StopIteration
@@ -198,7 +192,7 @@ class StreamReader:
         try:
             return self._delivered(iterator)
         except StopIteration:
-            self._run.check()  # a stopped stream also ends
+            self._run.watchdog.check()  # a stopped stream also ends
             iterator.close()
             self._ended()
             raise
@@ -230,7 +224,7 @@ class StreamReader:
             if self.progress.taken or not self._has_next_epoch():
                 raise
         # Resumed at the very end of an epoch. Lightning asks only once, before it counts that epoch as done.
-        self._run.check()
+        self._run.watchdog.check()
         self._run.begin_next_epoch()
         iterator.restart()
         return next(iterator.items)
@@ -276,12 +270,6 @@ class StreamReader:
     def ack_due(self) -> None:
         """Acknowledge what is due. One rank of each data-parallel group does so; the first group's rank clears."""
         due = self.progress.take_due()
-        if (count := self.progress.waits_too_long()) is not None:
-            logger.warning(
-                f"{count} batches of stream {self.label!r} were trained without a checkpoint, and the queue keeps them "
-                f"all for a resume. Save more often (ModelCheckpoint(every_n_train_steps=...)), disable checkpoints "
-                f"(Trainer(enable_checkpointing=False)), or acknowledge without one: TQDataModule(ack='step')."
-            )
         if not due:
             return
         if self._run.topology.is_reader:
@@ -371,7 +359,7 @@ class StreamIterator(Iterator[TQBatch | UnfetchedBatch]):
     def __init__(self, reader: StreamReader, start: Callable[[], Iterator[Any]]) -> None:
         self._reader = reader
         self._start: Callable[[], Iterator[Any]] | None = start
-        self._items: Iterator[Any] | None = None
+        self._items: Any = None
 
     def __next__(self) -> TQBatch | UnfetchedBatch:
         if self._start is None:
@@ -379,28 +367,21 @@ class StreamIterator(Iterator[TQBatch | UnfetchedBatch]):
         return self._reader.next_batch(self)
 
     @property
-    def items(self) -> Iterator[Any]:
+    def items(self) -> Any:
         """What the loader yields."""
         if self._items is None:
-            self.restart()
-        assert self._items is not None
+            assert self._start is not None
+            self._reader.move_cursor()
+            self._items = self._start()
         return self._items
 
     def restart(self) -> None:
-        """Start, or start again in the next epoch."""
-        assert self._start is not None
-        _close(self._items)
-        self._reader.move_cursor()
-        self._items = self._start()
+        """Begin with the next epoch at the next item."""
+        items, self._items = self._items, None
+        if items is not None:
+            items.close()
 
     def close(self) -> None:
         """Stop prefetching. Idempotent."""
         self._start = None
-        items, self._items = self._items, None
-        _close(items)
-
-
-def _close(items: Iterator[Any] | None) -> None:
-    close = getattr(items, "close", None)
-    if close is not None:
-        close()
+        self.restart()

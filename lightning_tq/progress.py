@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_tq.checks import list_names
 from transfer_queue.errors import InvalidRequestError
@@ -24,7 +24,6 @@ NewestBatches = dict[str, "BatchMeta"]
 _NEEDED = {"partition_id", "batch_index", "micro_batch"}
 _SIZES = ("batch_size", "micro_batch_size", "dp_size")
 _REMEDY = "Resume from the last checkpoint, or start a new queue from what TQCheckpoint saved next to this one"
-_WARN_AFTER = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,15 +107,6 @@ class AckRule:
     """Whether a checkpoint may be incomplete until the next one is saved. Acks then wait for that."""
 
 
-class Delivered(NamedTuple):
-    """A micro-batch that was delivered and is not trained yet."""
-
-    position: Position
-    """Where the stream continues after it."""
-    completed: list[BatchMeta]
-    """Last micro-batches of the batches that end here, including batches that were filtered out before it."""
-
-
 class Progress:
     """How far one stream is. A trained batch moves on: in an optimizer step, in a checkpoint, due for its ack.
 
@@ -159,11 +149,11 @@ class Progress:
         self._waits = rule is not None and rule.ack != "step" and rule.keeps_checkpoints
         self._restored = False
         self._taken_before = 0
-        self._delivered: deque[Delivered] = deque()
+        self._delivered: deque[tuple[Position, list[BatchMeta]]] = deque()
         self._trained_to: Position | None = None
-        self._since_checkpoint = 0
-        # From trained to due. With checkpoints in the background, one stage more: saved with an incomplete one.
-        self._batches: list[NewestBatches] = [{} for _ in range(4 if rule is not None and rule.in_background else 3)]
+        self._trained: NewestBatches = {}
+        self._stepped: dict[int, NewestBatches] = {}
+        """By the number of checkpoints that were saved before the step; -1 where it waits for none."""
 
     # ---- iterators ----
 
@@ -214,24 +204,28 @@ class Progress:
     # ---- batches ----
 
     def deliver(self, position: Position, completed: list[BatchMeta]) -> None:
-        """A micro-batch was delivered. The arguments are those of ``Delivered``."""
+        """A micro-batch was delivered.
+
+        Args:
+            position: Where the stream continues after it.
+            completed: Last micro-batches of the batches that end here.
+        """
         self.taken += 1
         if self._rule is not None:
-            self._delivered.append(Delivered(position, completed))
+            self._delivered.append((position, completed))
 
     def train(self, position: Position | None) -> None:
         """The micro-batch before this position was trained; None: the oldest one, because a hook replaced the batch."""
         self.trained += 1
-        self._since_checkpoint += 1
         self._restored = False
         while self._delivered:
-            delivered = self._delivered.popleft()
-            if position is None or delivered.position is position:
-                self._trained_to = delivered.position
+            delivered, completed = self._delivered.popleft()
+            if position is None or delivered is position:
+                self._trained_to = delivered
                 self.unstepped += 1
-                self.batches_done += len(delivered.completed)
-                self.kept += len(delivered.completed)
-                self._batches[0].update({meta.partition_ids[0]: meta for meta in delivered.completed})
+                self.batches_done += len(completed)
+                self.kept += len(completed)
+                self._trained.update({meta.partition_ids[0]: meta for meta in completed})
                 return
 
     def step(self) -> None:
@@ -239,9 +233,8 @@ class Progress:
         if self._trained_to is not None:
             self.position, self._trained_to = self._trained_to, None
         self.unstepped = 0
-        self._move(0, 1)
-        if not self._waits:
-            self._move(1, -1)
+        trained, self._trained = self._trained, {}
+        self._stepped.setdefault(self.saved if self._waits else -1, {}).update(trained)
 
     def wait_for_checkpoints(self) -> None:
         """From now on a batch waits for a checkpoint, except with ``ack="step"``."""
@@ -250,10 +243,7 @@ class Progress:
     def save(self) -> None:
         """A checkpoint with every optimizer step so far is being written."""
         self.wait_for_checkpoints()  # also after a checkpoint that the user saves by hand
-        for stage in range(len(self._batches) - 2, 0, -1):
-            self._move(stage, stage + 1)
         self.saved += 1
-        self._since_checkpoint = 0
 
     @property
     def waits_for_checkpoints(self) -> bool:
@@ -263,24 +253,25 @@ class Progress:
     @property
     def unsaved(self) -> bool:
         """Whether batches are in optimizer steps that no checkpoint holds."""
-        return bool(self._batches[1])
+        return bool(self._stepped.get(self.saved))
 
     @property
     def unwritten(self) -> bool:
-        """Whether batches are in a checkpoint that may still be incomplete."""
-        return len(self._batches) > 3 and bool(self._batches[2])
+        """Whether batches are in a checkpoint that is written in the background and may still be incomplete."""
+        incomplete = range(self.written, self.saved) if self._rule is not None and self._rule.in_background else ()
+        return any(self._stepped.get(before) for before in incomplete)
 
     def note_written(self) -> None:
         """The last checkpoint that was saved is complete."""
         self.written = self.saved
-        if len(self._batches) > 3:
-            self._move(2, 3)
 
     def take_due(self) -> NewestBatches:
         """Batches to acknowledge now; each is returned once."""
         assert self._rule is not None, "only a stream that trains acknowledges"
         self.written = max(self.written, self.saved - self._rule.in_background)
-        due, self._batches[-1] = self._batches[-1], {}
+        due: NewestBatches = {}
+        for before in [before for before in self._stepped if before < self.written]:
+            due |= self._stepped.pop(before)
         return {} if self._rule.ack == "never" else due
 
     def note_acked(self, partition: str, count: int) -> None:
@@ -288,17 +279,6 @@ class Progress:
         self.kept = max(0, self.kept - count)
         if partition == self.partition:
             self.batches_done = max(0, self.batches_done - count)
-
-    def waits_too_long(self) -> int | None:
-        """After a thousand batches that wait for a checkpoint, once: their number."""
-        if self._rule is None or self._rule.ack == "never" or not self._waits or self._since_checkpoint != _WARN_AFTER:
-            return None
-        self._since_checkpoint += 1
-        return _WARN_AFTER
-
-    def _move(self, start: int, end: int) -> None:
-        self._batches[end].update(self._batches[start])
-        self._batches[start].clear()
 
 
 class LeftPartitions:

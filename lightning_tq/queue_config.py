@@ -92,7 +92,8 @@ class QueueConfig:
             },
             "backend": {"SimpleStorage": storage},
         }
-        return _merged(conf, self.options or {})
+        merged: dict[str, Any] = _merged(conf, self.options or {})
+        return merged
 
 
 def as_queue_config(queue: QueueConfig | Mapping[str, Any] | str | None) -> QueueConfig:
@@ -129,11 +130,8 @@ def differences(config: QueueConfig, running: Mapping[str, Any]) -> list[str]:
     defaults = dict(_leaves(QueueConfig().conf()))
     found = []
     for path, value in _leaves(config.conf()):
-        if (
-            path == ("address",)
-            or (path in defaults and defaults[path] == value)
-            or not _OTHER_BACKENDS.isdisjoint(path)
-        ):
+        is_default = path in defaults and defaults[path] == value
+        if is_default or path == ("address",) or not _OTHER_BACKENDS.isdisjoint(path):
             continue
         has = _at(path, running)
         if value != has and not (path[-1] == "sampler_modules" and set(value) <= set(has)):
@@ -184,12 +182,8 @@ def _read(path: str) -> Mapping[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
-def _merged(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
-    result = dict(base)
-    for key, value in override.items():
-        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
-        result[key] = _merged(result[key], value) if both else value
-    return result
+def _merged(base: dict[str, Any], override: dict[str, Any]) -> Any:
+    return OmegaConf.to_container(OmegaConf.merge(base, override))
 
 
 def _unknown(where: str, key: str, known: Iterable[str]) -> ConfigError:

@@ -37,14 +37,14 @@ class QueueConnection:
     """Process and address of the queue that a connection started or joined. Not that of a user's own ``init``."""
 
     def __init__(self) -> None:
-        self._pid: int | None = None
-        self._joined: str | None = None
+        self._joined: tuple[int, str] | None = None
+        """This process and the queue's address, while it is open."""
         self._finalizer: Finalize | None = None
         self._page: DashboardProcess | None = None
 
     @property
     def is_open(self) -> bool:
-        return self._pid == os.getpid()
+        return self._joined is not None and self._joined[0] == os.getpid()
 
     @property
     def client(self) -> TransferQueueClient:
@@ -98,12 +98,13 @@ class QueueConnection:
             )
         if address is None and (wanted is not None or not is_first):
             _warn_of_differences(config, self.conf)
-        self._pid, self._joined = os.getpid(), self.address
+        self._joined = (os.getpid(), self.address)
         self._opened.add(self)
-        # multiprocessing's Finalize, unlike atexit, also runs when spawned and forked ranks end. It runs before the
-        # queue's own finalizer. It is bound to no object, since garbage collection may run in any thread.
-        is_own = self._own_queue == (self._pid, self._joined)
-        self._finalizer = Finalize(None, _close_if_own, args=(is_own, self._pid), exitpriority=20)
+        # multiprocessing's Finalize, unlike atexit, also runs when spawned and forked ranks end: in the process that
+        # made it. It runs before the queue's own finalizer. It is bound to no object, since garbage collection may run
+        # in any thread.
+        if self._joined == self._own_queue:
+            self._finalizer = Finalize(None, _close_queue, exitpriority=20)
         if config.dashboard and address is None:
             self._page = DashboardProcess(self.address, config.dashboard if isinstance(config.dashboard, str) else None)
 
@@ -114,18 +115,20 @@ class QueueConnection:
         """
         if not self.is_open:
             return
-        self._pid, joined = None, self._joined
+        joined, self._joined = self._joined, None
         page, self._page = self._page, None
         if page is not None:
             page.close()
-        assert self._finalizer is not None, "open made it"
-        if any(other.is_open and other._joined == joined for other in self._opened):
-            self._finalizer.cancel()
+        finalizer, self._finalizer = self._finalizer, None
+        if finalizer is None:
+            return
+        if any(other._joined == joined for other in self._opened):
+            finalizer.cancel()
         else:
-            self._finalizer()
+            finalizer()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_pid": None, "_joined": None, "_finalizer": None, "_page": None}  # a spawned rank opens its own
+        return {"_joined": None, "_finalizer": None, "_page": None}  # a spawned rank opens its own
 
 
 def _warn_of_differences(config: QueueConfig, running: Any) -> None:
@@ -137,11 +140,10 @@ def _warn_of_differences(config: QueueConfig, running: Any) -> None:
         )
 
 
-def _close_if_own(is_own: bool, pid: int) -> None:
-    if is_own and os.getpid() == pid:
-        with contextlib.suppress(TransferQueueError):  # the queue has ended already
-            wait_for_followers(tq.get_client())
-        tq.close()
+def _close_queue() -> None:
+    with contextlib.suppress(TransferQueueError):  # the queue has ended already
+        wait_for_followers(tq.get_client())
+    tq.close()
 
 
 def wait_for_followers(client: TransferQueueClient, partitions: Collection[str] | None = None) -> None:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MOST_POINTS = 2_000
-_BLUE, _ORANGE, _GREEN, _GREY = "#2864b4", "#d9722a", "#3a8f5c", "#5c6068"
+BLUE, ORANGE = "#2864b4", "#d9722a"
+_GREEN, _GREY = "#3a8f5c", "#5c6068"
 _SIZE_INCHES, _DPI = (9.0, 2.1), 120
 
 
@@ -24,7 +25,7 @@ class Point(NamedTuple):
     """Values of one training batch."""
 
     at_s: float
-    """Seconds since the first batch."""
+    """Seconds since the first batch, without validation."""
     ready: float
     """Samples ready for the training task."""
     starved: float
@@ -58,43 +59,62 @@ def check_matplotlib(option: str) -> None:
         )
 
 
-def draw(points: Sequence[Point], title: str, path: Path) -> None:
-    """Draw panels over time: samples ready, time spent waiting and, if known, staleness. Makes the folder."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+class Panel(NamedTuple):
+    """One curve, in a box of its own."""
 
+    label: str
+    at: Sequence[float]
+    values: Sequence[float]
+    color: str
+    most: float | None = None
+    """Where the vertical axis ends. None: above the largest value."""
+
+
+def draw(points: Sequence[Point], title: str, path: Path) -> None:
+    """Draw panels over time: samples ready, time spent waiting and, if known, staleness."""
     seconds = [point.at_s for point in points]
     unit_s, unit = next(
         (s, name) for s, name in ((3600, "hours"), (60, "minutes"), (1, "seconds")) if seconds[-1] >= 2 * s or s == 1
     )
     at = [second / unit_s for second in seconds]
     ages = [(x, point.staleness) for x, point in zip(at, points, strict=True) if point.staleness is not None]
-    count = 3 if ages else 2
-    figure = Figure(figsize=(_SIZE_INCHES[0], _SIZE_INCHES[1] * count + 0.7), dpi=_DPI, layout="constrained")
+    panels = [
+        Panel("samples ready", at, [point.ready for point in points], BLUE),
+        Panel("time waiting for\na batch (%)", at, [100 * point.starved for point in points], ORANGE, 100),
+        Panel("mean staleness\n(versions)", [x for x, _ in ages], [float(age) for _, age in ages], _GREEN),
+    ]
+    draw_panels(panels, title, f"{unit} since the first batch", path)
+
+
+def draw_panels(panels: Sequence[Panel], title: str, x_label: str, path: Path) -> None:
+    """Draw those that have values, one below the other. Makes the folder."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    shown = [panel for panel in panels if panel.values]
+    size = (_SIZE_INCHES[0], _SIZE_INCHES[1] * len(shown) + 0.7)
+    figure = Figure(figsize=size, dpi=_DPI, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(count, 1, sharex=True)
     figure.suptitle(title, fontsize=11, wrap=True)
-    _panel(panels[0], at, [point.ready for point in points], _BLUE, "samples ready")
-    _panel(panels[1], at, [100 * point.starved for point in points], _ORANGE, "time waiting for\na batch (%)")
-    panels[1].set_ylim(0, 100)
-    if ages:
-        _panel(panels[2], [x for x, _ in ages], [float(age) for _, age in ages], _GREEN, "mean staleness\n(versions)")
+    boxes = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
+    for box, panel in zip(boxes, shown, strict=True):
+        _draw_panel(box, panel)
     figure.align_ylabels()
-    panels[-1].set_xlabel(f"{unit} since the first batch")
+    boxes[-1].set_xlabel(x_label)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 
-def _panel(axes: Axes, at: Sequence[float], values: Sequence[float], color: str, label: str) -> None:
+def _draw_panel(axes: Axes, panel: Panel) -> None:
     """Values as a thin line, and their running mean as a thick one."""
     from matplotlib.ticker import MaxNLocator
 
-    axes.fill_between(at, values, color=color, alpha=0.15, linewidth=0)
-    axes.plot(at, values, color=color, alpha=0.45, linewidth=0.8)
-    axes.plot(at, _running_mean(values), color=color, linewidth=1.8, clip_on=False)
-    axes.set_ylabel(label)
-    axes.set_xlim(0.0, max(at[-1], 1e-9))
-    axes.set_ylim(0, max(1.0, 1.08 * max(values)))
+    axes.fill_between(panel.at, panel.values, color=panel.color, alpha=0.15, linewidth=0)
+    axes.plot(panel.at, panel.values, color=panel.color, alpha=0.45, linewidth=0.8)
+    axes.plot(panel.at, _running_mean(panel.values), color=panel.color, linewidth=1.8, clip_on=False)
+    axes.set_ylabel(panel.label)
+    axes.set_xlim(0.0, max(panel.at[-1], 1e-9))
+    axes.set_ylim(0, panel.most or max(1.0, 1.08 * max(panel.values)))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     axes.grid(axis="y", color=_GREY, alpha=0.2)
     axes.spines[["top", "right"]].set_visible(False)

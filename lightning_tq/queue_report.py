@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -21,9 +22,7 @@ R = TypeVar("R")
 Numbers = dict[str, Any]
 Holdings = dict[str, int]
 """What a client holds, by kind."""
-_NOTHING: Holdings = dict.fromkeys(
-    ("connections", "reservations", "reserved", "leases", "pins", "freezes", "leaves", "parked", "unreceived"), 0
-)
+_HELD = ("connections", "reservations", "reserved", "leases", "pins", "freezes", "leaves", "parked", "unreceived")
 
 _UNITS_TIMEOUT_S = 5.0
 
@@ -31,29 +30,11 @@ _SAMPLES = ("partition", "", "samples", "put/s", "task", "ready", "batches in fl
 _GROUPS = ("groups of", "added", "are", "slots in use")
 _WAITING = ("waits", "since", "for", "held up by")
 _HOLDERS = ("holds", "reserved", "leases", "pins", "freezes", "leaves")
-_CLIENTS = (
-    "client", "connections", "reservations", "reserved", "leases", "pins", "freezes", "leaves", "parked", "unreceived"
-)  # fmt: skip
+_CLIENTS = ("client", *_HELD)
 _UNITS = ("unit", "samples", "live", "held", "of", "arena", "spare", "leased", "uncommitted", "pins", "puts waiting")
-_LEFT = {
-    "groups of",
-    "are",
-    "slots in use",
-    "partition",
-    "",
-    "task",
-    "waits",
-    "for",
-    "held up by",
-    "unit",
-    "holds",
-    "client",
-    "field",
-    "dtype",
-    "shape",
-}
 _LONG = {"", "are", "for", "held up by"}
-_RARE = {"dropped", "spare", "leased", "uncommitted", "puts waiting", *_HOLDERS[1:], *_CLIENTS[2:]}
+"""Columns of sentences."""
+_RARE = {"dropped", "spare", "leased", "uncommitted", "puts waiting", *_HELD[1:]}
 """Columns that are hidden while they are empty."""
 _FILE_WIDTH = 160
 _MOST_LINES = 3
@@ -69,6 +50,10 @@ class QueueSnapshot:
     """Monotonic seconds."""
     units_error: str | None = None
     """Why ``units`` is empty although units may exist."""
+
+    def findings(self) -> list[Finding]:
+        """What waits in the queue, and what went wrong."""
+        return diagnose(self.stats, self.units, self.units_error)
 
 
 async def take_snapshot(client: TransferQueueClient) -> QueueSnapshot:
@@ -104,7 +89,11 @@ async def _within(seconds: float, asked: Coroutine[Any, Any, R]) -> R:
 
 def others(stats: Numbers) -> dict[str, Holdings]:
     """What each client of the queue holds, without the client that asked for these statistics."""
-    return {name: {**_NOTHING, **held} for name, held in stats["clients"].items() if name != stats["asked_by"]}
+    return {
+        name: {**dict.fromkeys(_HELD, 0), **held}
+        for name, held in stats["clients"].items()
+        if name != stats["asked_by"]
+    }
 
 
 def make_report(address: str, now: QueueSnapshot, before: QueueSnapshot | None = None) -> Numbers:
@@ -121,7 +110,7 @@ def make_report(address: str, now: QueueSnapshot, before: QueueSnapshot | None =
         partitions[name] = _with_rates(partition, earlier, seconds)
     return {
         "address": address, **stats, "partitions": partitions, "units": now.units, "units_error": now.units_error,
-        "findings": [plain(each) for each in diagnose(now.stats, now.units, now.units_error)],
+        "findings": [plain(each) for each in now.findings()],
     }  # fmt: skip
 
 
@@ -130,11 +119,11 @@ def without_internal(stats: Numbers) -> Numbers:
     partitions = {name: each for name, each in stats["partitions"].items() if not is_internal(name)}
     fields = {field for each in partitions.values() for field in each["fields"]}
     own = {f for name, each in stats["partitions"].items() if is_internal(name) for f in each["fields"]} - fields
-    metrics = dict(stats.get("metrics", {}))
-    for kind in ("versions", "age_s"):
-        metrics |= {kind: _without_internal(metrics[kind])} if kind in metrics else {}
+    metrics = stats.get("metrics", {})
+    by_task = {kind: _without_internal(metrics[kind]) for kind in ("versions", "age_s") if kind in metrics}
     return {
-        **stats, "partitions": partitions, "metrics": metrics, "dropped": _without_internal(stats["dropped"]),
+        **stats, "partitions": partitions, "dropped": _without_internal(stats["dropped"]),
+        "metrics": {**metrics, **by_task},
         "waiting": [each for each in stats["waiting"] if each["writer"] or not is_internal(each["partition"])],
         "producers": {field: each for field, each in stats["producers"].items() if field not in own},
     }  # fmt: skip
@@ -192,8 +181,8 @@ def tables(report: Numbers) -> RenderableType:
         parts.append(table_of(_GROUPS, [_group_row(name, own) for name, own in groups]))
     if waits := [_waiting_row(each) for each in findings if each["waits_for"]]:
         parts.append(table_of(_WAITING, waits))
-    holders = [_holder_row(name, held, _HOLDERS) for name, held in report["clients"].items() if _holds(held)]
-    if holders:
+    holding = {name: held for name, held in report["clients"].items() if any(held[what] for what in _HOLDERS[1:])}
+    if holders := [_holder_row(name, held, _HOLDERS) for name, held in holding.items()]:
         parts.append(table_of(_HOLDERS, holders))
     if report["units"]:
         parts.append(table_of(_UNITS, [_unit_row(unit) for unit in report["units"]]))
@@ -215,12 +204,13 @@ def _headline(report: Numbers) -> Text:
 
 
 def table_of(columns: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Table:
-    """A table; columns that are rarely needed are left out where they are empty."""
+    """A table, with numbers on the right. Columns that are rarely needed are left out where they are empty."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     empty = {name for at, name in enumerate(columns) if all(str(row[at]) in ("", "0", "0 B") for row in rows)}
     shown = [at for at, name in enumerate(columns) if name not in _RARE & empty]
-    for name in (columns[at] for at in shown):
-        table.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=name not in _LONG)
+    for at in shown:
+        is_text = columns[at] in _LONG or not all(re.match(r"\d|$", str(row[at])) for row in rows)
+        table.add_column(columns[at], justify="left" if is_text else "right", no_wrap=columns[at] not in _LONG)
     for row in rows:
         table.add_row(*(_plain(row[at]) for at in shown))
     return table
@@ -274,10 +264,6 @@ def _group_row(name: str, groups: Numbers) -> list[str | Text]:
 def _waiting_row(finding: Numbers) -> list[str | Text]:
     since = "" if finding["age_s"] is None else f"{finding['age_s']:.1f} s"
     return [finding["what"], since, finding["waits_for"], ", ".join(finding["held_up_by"])]
-
-
-def _holds(held: Holdings) -> bool:
-    return any(held[what] for what in _HOLDERS[1:])
 
 
 def _holder_row(name: str, held: Holdings, columns: Sequence[str]) -> list[str | Text]:

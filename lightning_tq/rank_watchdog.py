@@ -39,10 +39,9 @@ class RankWatchdog:
         self._stuck_after_s = stuck_after_s
         self._error: BaseException | None = None
         self._end = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="lightning-tq-watchdog", daemon=True)
 
     def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="lightning-tq-watchdog", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
@@ -79,9 +78,8 @@ class RankWatchdog:
         """End the thread and every stream. Idempotent."""
         self.stopped.set()
         self._end.set()
-        thread, self._thread = self._thread, None
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
 
 
 def parent_check(rank: int) -> Check:

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -26,7 +25,7 @@ from lightning_tq.topology import Topology
 from lightning_tq.trainer_compat import begin_next_epoch, changes_batches, step_when_trained
 from lightning_tq.wait_hints import WaitHints, why_nothing
 from transfer_queue import is_internal
-from transfer_queue.errors import ConfigError, TransferQueueError
+from transfer_queue.errors import ConfigError
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -50,27 +49,7 @@ class NamesPartitions(Protocol):
         """A pattern for all names that ``partition`` may return in this stage."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunSpec:
-    """What a run is made of."""
-
-    trainer: Trainer
-    topology: Topology
-    streams: Sequence[StageStream]
-    connection: QueueConnection
-    switch: NamesPartitions
-    policy_version: Callable[[Trainer], int]
-    ack_rule: AckRule
-    position: Position | None
-    """Where an earlier fit of this process has trained to in this queue."""
-    partitions_at_start: Collection[str]
-    """Partitions in the queue before this run's producers started."""
-    producers: ProducerGroup | None
-    """None on ranks other than the first."""
-    members: RunMembers | None
-    """All ranks. None: there is one."""
-
-
+@dataclass(kw_only=True, eq=False, repr=False)
 class Run:
     """Implements ``loader.RunContext`` for a Trainer."""
 
@@ -79,26 +58,40 @@ class Run:
     _active: ClassVar[WeakKeyDictionary[Trainer, Run]] = WeakKeyDictionary()
     """Each Trainer's run, from its start to its end."""
 
-    def __init__(self, spec: RunSpec) -> None:
-        self.spec = spec
-        self.trainer, self.topology, self.ack_rule = spec.trainer, spec.topology, spec.ack_rule
-        self.partitions_at_start, self.client = spec.partitions_at_start, spec.connection.client
-        self.conf: Any = spec.connection.conf
+    trainer: Trainer
+    topology: Topology
+    streams: Sequence[StageStream]
+    connection: QueueConnection
+    switch: NamesPartitions
+    ack_rule: AckRule
+    position: Position | None
+    """Where an earlier fit of this process has trained to in this queue."""
+    partitions_at_start: Collection[str]
+    """Partitions in the queue before this run's producers started."""
+    producers: ProducerGroup
+    """Empty on ranks other than the first."""
+    members: RunMembers | None
+    """All ranks. None: there is one."""
+
+    def __post_init__(self) -> None:
+        self.client = self.connection.client
+        self.conf: Any = self.connection.conf
+        self.policy_version: int | None = None
+        """Version of the weights that PublishWeights published last, on every rank. None: none."""
         self._address: str = self.conf["address"]
         self._warned: set[str] = set()
+        self._shown_at_start = [name for name in self.partitions_at_start if not is_internal(name)]
         self._left = LeftPartitions()
         self._follows_a_fit = self._address in self._fitted
-        checks = [self._terminated, parent_check(self.trainer.global_rank)]
-        if spec.producers is not None:
-            checks.insert(0, self._producer_failure)
-        if spec.members is not None:
-            checks.append(spec.members.check)
-        self._running = spec.producers.running if spec.producers is not None else lambda: None
-        self._hints = WaitHints(self.trainer, self.client, self._running, spec.switch.clear_finished, self._warn_once)
-        self._watchdog = RankWatchdog(checks, [lambda: self._hints.look(self.readers.values())])
+        checks = [self.producers.failure, self._terminated, parent_check(self.trainer.global_rank)]
+        if self.members is not None:
+            checks.append(self.members.check)
+        running, clears = self.producers.running, self.switch.clear_finished
+        self._hints = WaitHints(self.trainer, self.client, running, clears, self._warn_once)
+        self.watchdog = RankWatchdog(checks, [lambda: self._hints.look(self.readers.values())])
         self.readers: dict[str, StreamReader] = {
-            each.label: StreamReader(each, self, spec.position if each.stage == "train" else None)
-            for each in spec.streams
+            each.label: StreamReader(each, self, self.position if each.stage == "train" else None)
+            for each in self.streams
         }
         copies = None if changes_batches(self.trainer) else device_copies(self.trainer.strategy.root_device)
         for reader in self.readers.values():
@@ -107,12 +100,12 @@ class Run:
     def start(self) -> None:
         """From now on ``run_of`` finds it, and the watchdog looks after it."""
         self._active[self.trainer] = self
-        self._watchdog.start()
+        self.watchdog.start()
         if self.trainer.state.fn == TrainerFn.FITTING:
             self._fitted.add(self._address)
-            if self._follows_a_fit and self._shown_at_start() and self._running() is not None:
+            if self._follows_a_fit and self._shown_at_start and self.producers.running() is not None:
                 rank_zero_info(
-                    f"The queue of an earlier fit holds {list_names(self._shown_at_start())}, and producers can't "
+                    f"The queue of an earlier fit holds {list_names(self._shown_at_start)}, and producers can't "
                     f"put into what is sealed. For a new queue, call close() of that fit's data module first."
                 )
 
@@ -140,8 +133,8 @@ class Run:
         known = self.partitions_at_start
         if entry == "fit" or not (known or are_configured):
             return
-        shown = self._shown_at_start()
-        holds = f"The queue holds {list_names(shown)}." if shown else "The queue is empty."
+        shown = list_names(self._shown_at_start)
+        holds = f"The queue holds {shown}." if shown else "The queue is empty."
 
         def warn(reader: StreamReader, name: str) -> None:
             if name not in known:
@@ -154,9 +147,6 @@ class Run:
         for reader in self.readers.values():
             reader.on_partition = partial(warn, reader)
 
-    def _shown_at_start(self) -> list[str]:
-        return [name for name in self.partitions_at_start if not is_internal(name)]
-
     def of_stage(self, stage: str) -> list[StreamReader]:
         return [reader for reader in self.readers.values() if reader.stage == stage]
 
@@ -164,11 +154,8 @@ class Run:
         return self.of_stage("train")[0]
 
     def end(self) -> None:
-        """End every iterator and thread. Idempotent. The producers end next, which is no finding then."""
-        with suppress(TransferQueueError):  # the queue may have ended
-            for process in self._running() or ():
-                self.client.note_exit(process.client_name, "ended with its run", planned=True)
-        self._watchdog.stop()
+        """End every iterator and thread. Idempotent."""
+        self.watchdog.stop()
         for reader in self.readers.values():
             reader.close()
         if self.find(self.trainer) is self:
@@ -200,19 +187,19 @@ class Run:
         if self.overfits and reader.progress.partition is not None:
             return reader.progress.partition
         epoch, step = self.epoch + epochs_ahead, self.trainer.global_step + steps_ahead
-        version = self.spec.policy_version(self.trainer) + steps_ahead
-        return self.spec.switch.partition(
+        version = step if self.policy_version is None else self.policy_version + steps_ahead
+        return self.switch.partition(
             reader.stream, epoch=epoch, global_step=step, policy_version=version, stage=reader.stage
         )
 
-    def announce(self, version: int, is_first: bool) -> None:
-        """Say which policy version trains now: groups that are leased from now on have it.
-
-        Args:
-            is_first: It is the first one of this run, which may follow a run that had come further.
-        """
-        stream, stage = self.train_reader().stream, "train"
-        self.client.advance(self.spec.switch.pattern(stream, stage), version, resumed=is_first)
+    def announce(self, version: int) -> None:
+        """Say on every rank which policy version trains now: groups that are leased from now on have it."""
+        before, self.policy_version = self.policy_version, version
+        if not self.trainer.is_global_zero:
+            return
+        stream = self.train_reader().stream
+        is_first = before is None or version < before  # of this run, which may follow one that had come further
+        self.client.advance(self.switch.pattern(stream, "train"), version, resumed=is_first)
         if is_first and stream.draws_groups:  # if it resumes, leases have waited for this
             stream.register(self.client, self.topology.dp_size)
 
@@ -220,12 +207,6 @@ class Run:
     def overfits(self) -> bool:
         share: float = getattr(self.trainer, "overfit_batches", 0)
         return share > 0
-
-    def has_stopped(self) -> bool:
-        return self._watchdog.stopped.is_set()
-
-    def check(self) -> None:
-        self._watchdog.check()
 
     def stream_ended(self, reader: StreamReader) -> None:
         progress = reader.progress
@@ -287,31 +268,20 @@ class Run:
     def _streams(self) -> list[Progress]:
         return [reader.progress for reader in self.readers.values()]
 
-    def left_partitions(self) -> list[str]:
-        """Partitions that readers moved on from and that ``finished_partitions`` did not return yet."""
-        return self._left.names(self._streams())
+    def state_dict(self) -> dict[str, Any]:
+        """What ``TQDataModule.state_dict`` says of partitions."""
+        streams = self._streams()
+        read = {each.label: each.partition for each in streams if self.overfits and each.partition is not None}
+        return {"left": self._left.names(streams), "overfitted": read}
 
-    def overfitted(self) -> dict[str, str]:
-        """By stream, the partition that ``overfit_batches`` reads in every epoch: that of its first iterator."""
-        streams = self._streams() if self.overfits else ()
-        return {each.label: each.partition for each in streams if each.partition is not None}
-
-    def take_over(self, left: Sequence[str], overfitted: Mapping[str, str]) -> None:
-        """Take over ``left_partitions`` and ``overfitted`` of the run that saved the checkpoint after them."""
-        self._left.take_over(left)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from the run that saved the checkpoint."""
+        self._left.take_over(state.get("left", []))
+        overfitted = state.get("overfitted", {})
         for label in overfitted.keys() & self.readers.keys() if self.overfits else ():
             self.readers[label].progress.partition = overfitted[label]
 
     # ---- what the watchdog checks ----
-
-    def _producer_failure(self) -> BaseException | None:
-        assert self.spec.producers is not None
-        process = self.spec.producers.failed()
-        if process is None:
-            return None
-        with suppress(TransferQueueError):  # the queue may have ended before it
-            self.client.note_exit(process.client_name, *process.exit_text())
-        return process.failure()
 
     def _terminated(self) -> BaseException | None:
         return SIGTERMException() if self.trainer.received_sigterm else None

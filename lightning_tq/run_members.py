@@ -50,7 +50,8 @@ class SharedQueue:
         run = uuid.uuid4().hex if owner.world_size > 1 else None
         if run is not None:
             connection.client.watch_run(run, _name(owner), opens=True)
-        return cls(address, remote, run, _has_several_hosts(owner))
+        spans_hosts = run is not None and int(getattr(owner.strategy, "num_nodes", 1)) > 1
+        return cls(address, remote, run, spans_hosts)
 
     def address_here(self) -> str:
         """Where this process joins. Raises ConfigError if it can't."""
@@ -69,7 +70,7 @@ class SharedQueue:
 
 
 class RunMembers:
-    """This rank's membership in a run. A thread waits until another member is lost, or the queue has ended."""
+    """This rank's membership in a run, which it has joined. A thread waits until another one or the queue is lost."""
 
     def __init__(self, client: TransferQueueClient, run: str, rank: int) -> None:
         self._client = client
@@ -78,9 +79,6 @@ class RunMembers:
         self._error: TransferQueueError | None = None
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="lightning-tq-run", daemon=True)
-
-    def start(self) -> None:
-        """This process has joined the run by now."""
         self._thread.start()
 
     def _watch(self) -> None:
@@ -132,13 +130,7 @@ def join_queue(
                 f"rank {owner.global_rank} is in the queue at {connection.address}, the first rank in another one at "
                 f"{shared.address}. Give all ranks the address of one queue (TQ_ADDRESS)."
             ) from None
-    members = RunMembers(connection.client, shared.run, owner.global_rank)
-    members.start()
-    return members
-
-
-def _has_several_hosts(owner: Trainer | Fabric) -> bool:
-    return owner.world_size > 1 and int(getattr(owner.strategy, "num_nodes", 1)) > 1
+    return RunMembers(connection.client, shared.run, owner.global_rank)
 
 
 def _name(owner: Trainer | Fabric) -> str:

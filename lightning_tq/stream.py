@@ -119,9 +119,8 @@ class Stream:
             if not isinstance(value, str) or not value:
                 raise InvalidRequestError(f"{name} must be a name, got {value!r}.")
         for label, names in (("fields", self.fields), ("head_fields", self.head_fields)):
-            if (names is None and label == "head_fields") or _are_names(names):
-                continue
-            raise InvalidRequestError(f"{label} must be a list of field names, at least one, got {names!r}.")
+            if not _are_names(names) and (label == "fields" or names is not None):
+                raise InvalidRequestError(f"{label} must be a list of field names, at least one, got {names!r}.")
         unknown = [name for name in self.variables if name not in VARIABLES]
         if unknown:
             known = ", ".join(f"{{{name}}}" for name in VARIABLES)
@@ -167,11 +166,6 @@ class Stream:
     def draws_groups(self) -> bool:
         """Whether a batch is whole groups."""
         return isinstance(self.sampler, GroupSampler)
-
-    @property
-    def micro_size(self) -> int | None:
-        """Rows that the loader yields at once. None: a whole batch of groups."""
-        return self.batch_size if self.micro_batch_size is None else self.micro_batch_size
 
     @property
     def clearing_tasks(self) -> list[str]:

@@ -42,7 +42,7 @@ class Topology:
             )
 
 
-def trainer_topology(trainer: Trainer, dp_rank: Rank | None = None, dp_size: int | None = None) -> Topology:
+def trainer_topology(trainer: Trainer | Fabric, dp_rank: Rank | None = None, dp_size: int | None = None) -> Topology:
     """What the Trainer's strategy reports; valid from ``setup`` on, not before.
 
     Args:
@@ -55,7 +55,21 @@ def trainer_topology(trainer: Trainer, dp_rank: Rank | None = None, dp_size: int
         >>> trainer_topology(L.Trainer(accelerator="cpu", devices=1))
         Topology(dp_rank=0, dp_size=1, is_reader=True)
     """
-    return _topology(trainer, dp_rank, dp_size)
+    global_rank, world_size = trainer.global_rank, trainer.world_size
+    reported_rank, reported_size = _reported(trainer.strategy, global_rank, world_size)
+    size = reported_size if dp_size is None else dp_size
+    if size < 1 or world_size % size:
+        raise InvalidRequestError(
+            f"dp_size {size} doesn't divide the {world_size} processes of this run. Every data-parallel group must "
+            f"have the same number of ranks."
+        )
+    peers = world_size // size
+    if dp_rank is not None:
+        rank = dp_rank(trainer) if callable(dp_rank) else dp_rank
+        return Topology(rank, size, _is_first_with_dp_rank(rank, size, global_rank, world_size))
+    if dp_size is not None:
+        return Topology(global_rank // peers, size, global_rank % peers == 0)
+    return Topology(reported_rank, size, peers == 1 or _is_first_of_group(trainer.strategy, global_rank % peers == 0))
 
 
 def fabric_topology(fabric: Fabric, dp_rank: Rank | None = None, dp_size: int | None = None) -> Topology:
@@ -74,7 +88,7 @@ def fabric_topology(fabric: Fabric, dp_rank: Rank | None = None, dp_size: int | 
             f"this Fabric has {fabric.world_size} processes and is not launched yet, so their ranks are unknown. "
             f"Call fabric.launch() first."
         )
-    return _topology(fabric, dp_rank, dp_size)
+    return trainer_topology(fabric, dp_rank, dp_size)
 
 
 def run_on_rank_zero(owner: Trainer | Fabric, action: Callable[[], R]) -> R:
@@ -112,24 +126,6 @@ def run_on_every_rank(owner: Trainer | Fabric, action: Callable[[], None]) -> No
     for rank, found in enumerate(errors):
         if found is not None:
             raise from_wire(found[0], f"rank {rank} can't take part: {found[1]}")
-
-
-def _topology(owner: Trainer | Fabric, dp_rank: Rank | None, dp_size: int | None) -> Topology:
-    global_rank, world_size = owner.global_rank, owner.world_size
-    reported_rank, reported_size = _reported(owner.strategy, global_rank, world_size)
-    size = reported_size if dp_size is None else dp_size
-    if size < 1 or world_size % size:
-        raise InvalidRequestError(
-            f"dp_size {size} doesn't divide the {world_size} processes of this run. Every data-parallel group must "
-            f"have the same number of ranks."
-        )
-    peers = world_size // size
-    if dp_rank is not None:
-        rank = dp_rank(owner) if callable(dp_rank) else dp_rank
-        return Topology(rank, size, _is_first_with_dp_rank(rank, size, global_rank, world_size))
-    if dp_size is not None:
-        return Topology(global_rank // peers, size, global_rank % peers == 0)
-    return Topology(reported_rank, size, peers == 1 or _is_first_of_group(owner.strategy, global_rank % peers == 0))
 
 
 def _is_first_with_dp_rank(rank: int, size: int, global_rank: int, world_size: int) -> bool:

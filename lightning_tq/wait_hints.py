@@ -52,10 +52,10 @@ class WaitHints:
         """
         self.note = ""
         """A sentence for waits for a partition that is not in the queue: why no producer of this run fills it."""
-        self._trainer = trainer
+        self.trainer = trainer
+        self.clears_finished = clears_finished
         self._client = client
         self._running = running
-        self._clears_finished = clears_finished
         self._warn_once = warn_once
         self._looks: dict[str, int] = {}  # during the current wait, by label of the reader
 
@@ -82,16 +82,11 @@ class WaitHints:
         own = next(each for each in findings if each.kind == "fetch" and each.names == (stream.task, partition))
         own = replace(own, what=f"stream {reader.label!r}", age_s=None, to_do=own.to_do[:-1])  # all but to wait longer
         puts = [each for each in findings if each.kind == "put" and each.to_do]
-        partitions, note = stats["partitions"], self.note
-        about = partitions.get(partition, {})
         starting = [
             each for each in running or () if due <= _LOOKS_AT_A_START and not each.has_joined(stats["clients"])
         ]
-        wait = StreamWait(
-            self._trainer, reader, partition, own, puts, partitions, about, None if running is None else len(running),
-            starting, self._clears_finished, note,
-        )  # fmt: skip
-        repeats = (starting or (not about and self._trainer.state.fn != TrainerFn.FITTING)) and due >= _REPEAT_EVERY
+        wait = StreamWait(self, reader, partition, own, puts, stats["partitions"], running, starting)
+        repeats = (starting or (not wait.about and self.trainer.state.fn != TrainerFn.FITTING)) and due >= _REPEAT_EVERY
         for key, text in islice(filter(None, (hint(wait) for hint in _HINTS)), 1):
             self._warn_once(f"{key} {due // _REPEAT_EVERY}" if repeats else key, text)
 
@@ -100,7 +95,7 @@ class WaitHints:
 class StreamWait:
     """A stream that waits, and what the queue and the run were like when it was looked at."""
 
-    trainer: Trainer
+    run: WaitHints
     reader: StreamReader
     partition: str
     finding: Finding
@@ -109,16 +104,20 @@ class StreamWait:
     """Puts that wait for room."""
     partitions: dict[str, dict[str, Any]]
     """Statistics of the partitions in the queue."""
-    about: dict[str, Any]
-    """Those of this partition; empty if it is not in the queue."""
-    num_running: int | None
-    """Of this run's producers; None: none was started here."""
+    running: Sequence[ProducerProcess] | None
+    """Those of this run's producers that have not ended; None: none was started here."""
     starting: list[ProducerProcess]
     """Those that have not joined the queue yet."""
-    clears_finished: bool
-    """Whether the run clears finished partitions."""
-    note: str
-    """Why no producer of this run fills the partition; "" if that isn't known."""
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Statistics of this partition; empty if it is not in the queue."""
+        return self.partitions.get(self.partition, {})
+
+    @property
+    def is_fetched_ahead(self) -> bool:
+        """Whether Lightning asks for the batch before it has trained the one before."""
+        return self.reader.stage == "train" and fetches_ahead(self.run.trainer, self.reader.stream)
 
     def then(self, *sentences: str) -> str:
         """What the queue says, and what follows from it for this run."""
@@ -151,7 +150,7 @@ def _clearing(wait: StreamWait) -> Iterator[str]:
             yield "save checkpoints more often (ModelCheckpoint(every_n_train_steps=...))"
         yield "acknowledge without a checkpoint (TQDataModule(ack='step'))"
         return
-    if not wait.clears_finished:
+    if not wait.run.clears_finished:
         yield "add the callback PartitionSwitch(), which clears finished partitions"
     if not wait.reader.stream.clear_consumed:
         yield "set Stream(clear_consumed=True)"
@@ -164,9 +163,9 @@ def _partition_is_sealed(wait: StreamWait) -> Found:
 
 
 def _producers_have_ended(wait: StreamWait) -> Found:
-    if wait.num_running != 0:
+    if wait.running is None or wait.running:
         return None
-    epoch, stream = wait.trainer.current_epoch, wait.reader.stream
+    epoch, stream = wait.run.trainer.current_epoch, wait.reader.stream
     advice = "Compare the names in Stream(partition=...) and the producers."
     if wait.about:
         seal = f"client.seal_partition({wait.partition!r})"
@@ -186,10 +185,10 @@ def _producers_start(wait: StreamWait) -> Found:
 
 
 def _sanity_check(wait: StreamWait) -> Found:
-    if not wait.trainer.sanity_checking or (wait.num_running and not wait.partitions):  # producers are at work
+    if not wait.run.trainer.sanity_checking or (wait.running and not wait.partitions):  # producers are at work
         return None
     return "sanity check", wait.then(
-        "" if wait.partitions else wait.note,
+        "" if wait.partitions else wait.run.note,
         "This is the sanity check, which runs before training. If what it lacks is made later, this is a deadlock: set "
         "Trainer(num_sanity_val_steps=0).",
     )
@@ -197,7 +196,7 @@ def _sanity_check(wait: StreamWait) -> Found:
 
 def _fetched_one_ahead(wait: StreamWait) -> Found:
     progress = wait.reader.progress
-    if not _fetches_ahead(wait) or progress.taken <= progress.trained:
+    if not wait.is_fetched_ahead or progress.taken <= progress.trained:
         return None
     return "ahead", wait.then(
         f"This is batch {progress.taken} while batch {progress.trained} is untrained, because Lightning fetches one "
@@ -209,8 +208,8 @@ def _fetched_one_ahead(wait: StreamWait) -> Found:
 
 
 def _fetched_before_hooks(wait: StreamWait) -> Found:
-    hooks = _own_hooks(wait.trainer)
-    if not _fetches_ahead(wait) or wait.reader.waited_s or not hooks:  # it has waited: it got a batch in this run
+    hooks = _own_hooks(wait.run.trainer)
+    if not wait.is_fetched_ahead or wait.reader.waited_s or not hooks:  # it has waited: it got a batch in this run
         return None
     return "first", wait.then(
         "Lightning fetches the first batch before on_train_start and on_train_epoch_start when the length is unknown. "
@@ -223,10 +222,10 @@ def _nothing_was_put(wait: StreamWait) -> Found:
     if wait.about.get("put_total"):
         return None
     advice = "If it should be there, compare the names in Stream(partition=...) and the producers."
-    running = f"{counted(wait.num_running or 0, 'producer')} {'is' if wait.num_running == 1 else 'are'} running."
-    sentences = [running if wait.num_running else ""]
+    count = len(wait.running or ())
+    sentences = [f"{counted(count, 'producer')} {'is' if count == 1 else 'are'} running." if count else ""]
     if not wait.about:
-        sentences += [wait.note, advice if wait.partitions else ""]
+        sentences += [wait.run.note, advice if wait.partitions else ""]
     return f"nothing {wait.partition} {not wait.about}", wait.then(*sentences)
 
 
@@ -239,10 +238,6 @@ _HINTS = (
     _queue_is_full, _partition_is_sealed, _producers_have_ended, _producers_start, _sanity_check, _fetched_one_ahead,
     _fetched_before_hooks, _nothing_was_put, _no_sample_has_the_field,
 )  # fmt: skip
-
-
-def _fetches_ahead(wait: StreamWait) -> bool:
-    return wait.reader.stage == "train" and fetches_ahead(wait.trainer, wait.reader.stream)
 
 
 def _own_hooks(trainer: Trainer) -> list[str]:

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_tq.batch import queue_batch
 from lightning_tq.callbacks.early_checkpoint import EarlyCheckpoint
 from lightning_tq.loader import StreamReader
-from lightning_tq.run import Run
+from lightning_tq.run import Run, run_of
 from lightning_tq.trainer_compat import correct_progress
 
 
@@ -27,12 +27,9 @@ class AckBatches(Callback):
     # ---- acknowledgements ----
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        run = Run.find(trainer)
-        if run is None:
-            return
-        for reader in run.of_stage("train"):
+        for reader in _trained(trainer):
             if reader.stream.clearing_tasks:  # otherwise an ack frees no room
-                reader.before_batch = EarlyCheckpoint(run, reader).before_batch
+                reader.before_batch = EarlyCheckpoint(run_of(trainer), reader).before_batch
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._steps = trainer.global_step
@@ -53,7 +50,7 @@ class AckBatches(Callback):
         for reader in run.of_stage("train"):
             reader.note_trained(batch, stepped)
             self._unstepped = reader.progress.unstepped
-        run.check()
+        run.watchdog.check()
 
     def _has_stepped(self, trainer: Trainer, pl_module: LightningModule) -> bool:
         """Whether an optimizer step included this batch."""
@@ -90,10 +87,7 @@ class AckBatches(Callback):
     ) -> None:
         _set_batch_size(trainer, batch)
 
-    def on_test_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        _set_batch_size(trainer, batch)
+    on_test_batch_start = on_validation_batch_start
 
 
 def _trained(trainer: Trainer) -> list[StreamReader]:

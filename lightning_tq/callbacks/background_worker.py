@@ -8,21 +8,20 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
-_WAKE_EVERY_S = 1.0
 
 
 class BackgroundWorker(Generic[Item]):
     """At most one item is in work and one waits. The owner's next call raises what the work raised."""
 
     def __init__(self, name: str, work: Callable[[Item], None]) -> None:
-        self._name = name
         self._work = work
         self._changed = threading.Condition()
         self._waiting: Item | None = None
         self._busy = False
         self._stopped = False
         self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     def submit(self, item: Item, replace: bool) -> Item | None:
         """Submit an item.
@@ -33,13 +32,9 @@ class BackgroundWorker(Generic[Item]):
             The replaced item.
         """
         with self._changed:
-            while not replace and self._waiting is not None and self._error is None:
-                self._wait()
+            self._changed.wait_for(lambda: replace or self._waiting is None or self._error is not None)
             self._raise()
             replaced, self._waiting = self._waiting, item
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
             self._changed.notify_all()
             return replaced
 
@@ -51,8 +46,7 @@ class BackgroundWorker(Generic[Item]):
     def flush(self) -> None:
         """Wait until all work is done, and raise what it raised. The work must have its own deadlines."""
         with self._changed:
-            while (self._busy or self._waiting is not None) and self._error is None:
-                self._wait()
+            self._changed.wait_for(lambda: self._error is not None or not (self._busy or self._waiting is not None))
             self._raise()
 
     def stop(self, timeout_s: float) -> None:
@@ -60,12 +54,7 @@ class BackgroundWorker(Generic[Item]):
         with self._changed:
             self._stopped, self._waiting = True, None
             self._changed.notify_all()
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join(timeout_s)
-
-    def _wait(self) -> None:
-        self._changed.wait(_WAKE_EVERY_S)  # in short waits, so that Ctrl-C is handled
+        self._thread.join(timeout_s)
 
     def _raise(self) -> None:
         error, self._error = self._error, None
@@ -87,11 +76,10 @@ class BackgroundWorker(Generic[Item]):
                 self._changed.notify_all()
 
     def _next(self) -> Item | None:
+        """The item to work on next. None: the worker was stopped, and none waits."""
         with self._changed:
-            while self._waiting is None and not self._stopped:
-                self._wait()
-            if self._stopped:
-                return None
-            item, self._waiting, self._busy = self._waiting, None, True
+            self._changed.wait_for(lambda: self._waiting is not None or self._stopped)
+            item, self._waiting = self._waiting, None
+            self._busy = item is not None
             self._changed.notify_all()
             return item

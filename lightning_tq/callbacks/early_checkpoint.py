@@ -28,8 +28,7 @@ class EarlyCheckpoint:
 
     def __init__(self, run: Run, reader: StreamReader) -> None:
         self._run, self._reader = run, reader
-        self._batches = 0
-        self._look_at = 2
+        self._look_in = 2  # batches
         self._has_said = False
         storage = run.conf.get("backend", {}).get("SimpleStorage", {})
         self._spills = bool(storage.get("ssd_offload", {}).get("enabled"))
@@ -42,12 +41,11 @@ class EarlyCheckpoint:
             return
         if progress.trained:  # every rank has started its iterator, and has trained a batch of it
             self._reader.ack_due()
-        self._batches += 1
+        self._look_in -= 1
         path = early_checkpoint_path(trainer)
-        if path is None or self._batches < self._look_at:
+        if path is None or self._look_in > 0:
             return
-        action, pause = run_on_rank_zero(trainer, self._look)
-        self._look_at = self._batches + pause
+        action, self._look_in = run_on_rank_zero(trainer, self._look)
         if action == "save":
             self._save(path)
         if action:
@@ -71,7 +69,7 @@ class EarlyCheckpoint:
             rank_zero_info(
                 f"{self._reader.progress.kept} trained batches of stream {self._reader.label!r} wait for a checkpoint "
                 f"and would fill the queue before one is due, so one is saved early, here and whenever that is so: "
-                f"{path}. Save more often (ModelCheckpoint(every_n_train_steps=...)), give the queue more memory, or "
-                f"acknowledge without a checkpoint: TQDataModule(ack='step')."
+                f"{path}. Save more often (ModelCheckpoint(every_n_train_steps=...)), give the queue more room (memory "
+                f"or total_storage_size), or acknowledge without a checkpoint: TQDataModule(ack='step')."
             )
         self._run.trainer.save_checkpoint(path, weights_only=False)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -14,33 +14,22 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_tq.checks import counted
 from lightning_tq.run import Run
 from lightning_tq.stream import Stream
+from lightning_tq.trainer_compat import callbacks_of
 from transfer_queue import Finding, GroupSampler
 
 
-class TrainingClock:
-    """Seconds since ``restart``, and how many of them training waited for batches. Validation is left out."""
+class TrainingTime(NamedTuple):
+    """How long a run has trained."""
 
-    def __init__(self) -> None:
-        self._since = 0.0
-        self._waited_before = 0.0
-        self._paused_at: float | None = None
+    seconds: float
+    """Validation is left out."""
+    waited_s: float
+    """How many of them training waited for batches."""
 
-    def restart(self, waited_s: float) -> None:
-        """``waited_s``: what the stream reader has waited so far."""
-        self._since, self._waited_before, self._paused_at = time.perf_counter(), waited_s, None
-
-    def pause(self) -> None:
-        self._paused_at = time.perf_counter()
-
-    def resume(self) -> None:
-        if self._paused_at is not None:
-            self._since += time.perf_counter() - self._paused_at
-            self._paused_at = None
-
-    def read(self, waited_s: float) -> tuple[float, float]:
-        """(seconds, of which training waited)"""
-        elapsed = max(time.perf_counter() - self._since, 1e-9)
-        return elapsed, min(waited_s - self._waited_before, elapsed)
+    def since(self, before: TrainingTime) -> TrainingTime:
+        """What has passed since an earlier one."""
+        seconds = max(self.seconds - before.seconds, 1e-9)
+        return TrainingTime(seconds, min(self.waited_s - before.waited_s, seconds))
 
 
 class FitReport(Callback):
@@ -50,38 +39,51 @@ class FitReport(Callback):
     """
 
     def __init__(self) -> None:
-        self._made_at = time.perf_counter()
-        self._until_first_s = 0.0
-        self._clock = TrainingClock()
+        self.first = TrainingTime(0.0, 0.0)
+        """When the first batch had come."""
+        self._since = time.perf_counter()
+        self._paused_at: float | None = None
         self._batches = 0
+
+    @staticmethod
+    def of(trainer: Trainer) -> FitReport:
+        """That of the Trainer's run."""
+        return next(each for each in callbacks_of(trainer) if isinstance(each, FitReport))
+
+    def read(self, waited_s: float) -> TrainingTime:
+        """What has passed since the run was set up. ``waited_s``: what the stream reader has waited so far."""
+        return TrainingTime(time.perf_counter() - self._since, waited_s)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         run = Run.find(trainer)
         if run is not None and not self._batches:
-            self._until_first_s = time.perf_counter() - self._made_at
-            self._clock.restart(run.train_reader().waited_s)
+            self.first = self.read(run.train_reader().waited_s)
         self._batches += 1
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._clock.pause()
+        self._paused_at = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._clock.resume()
+        if self._paused_at is not None:
+            self._since += time.perf_counter() - self._paused_at
+            self._paused_at = None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         run = Run.find(trainer)
         if run is None or not self._batches:
             return
-        elapsed, waited = self._clock.read(run.train_reader().waited_s)
+        passed = self.read(run.train_reader().waited_s).since(self.first)
         record = run.train_reader().stream.replay_from
         if record is not None:
-            rank_zero_info(f"Replayed {counted(self._batches, 'batch', 'batches')} of {record} in {elapsed:.1f} s.")
+            rank_zero_info(
+                f"Replayed {counted(self._batches, 'batch', 'batches')} of {record} in {passed.seconds:.1f} s."
+            )
             return
-        limit = Finding.of_training(elapsed, waited)
+        limit = Finding.of_training(*passed)
         limit = replace(limit, to_do=tuple(_advice(run.train_reader().stream, limit)))
         rank_zero_info(
-            f"Queue: {counted(self._batches, 'batch', 'batches')} in {elapsed:.1f} s without validation, the first one "
-            f"after {self._until_first_s:.1f} s; {limit}{_of_groups(run)}"
+            f"Queue: {counted(self._batches, 'batch', 'batches')} in {passed.seconds:.1f} s without validation, the "
+            f"first one after {self.first.seconds:.1f} s; {limit}{_of_groups(run)}"
         )
 
 

@@ -20,7 +20,7 @@ from lightning_tq.checks import check_choice, check_int
 from lightning_tq.device_copies import SideStream
 from lightning_tq.producers.model_weights import WEIGHTS_PARTITION, WeightsSnapshot, check_dense
 from lightning_tq.run import run_of
-from lightning_tq.trainer_compat import callbacks_of, restores_after_setup
+from lightning_tq.trainer_compat import restores_after_setup
 from transfer_queue import TransferQueueClient
 from transfer_queue.errors import InvalidRequestError
 
@@ -94,17 +94,13 @@ class PublishWeights(Callback):
         self.when_busy = when_busy
         self.skipped = 0
         """Versions of this fit that a newer one replaced before they were put."""
-        self._version: int | None = None
+        self.version: int | None = None
+        """Version that this fit published last, on every rank. None before the first."""
         self._worker: BackgroundWorker[_Version] | None = None
         self._free: list[WeightsSnapshot] = []
         self._keys: deque[str] = deque()
         self._copied: Any = None
         self._side: SideStream | None = None
-
-    @property
-    def version(self) -> int | None:
-        """Version that this fit published last, on every rank. None before the first."""
-        return self._version
 
     def info(self, trainer: Trainer, pl_module: LightningModule, version: int) -> dict[str, Any]:
         """Small plain data that readers get as ``Weights.info``. Override it; the first rank calls it."""
@@ -121,7 +117,7 @@ class PublishWeights(Callback):
                 "PublishWeights can't gather the weights of DeepSpeed stage 3. Use FSDP, ModelParallelStrategy or "
                 "DeepSpeed stage 2."
             )
-        self.skipped, self._version = 0, None
+        self.skipped, self.version = 0, None
         if trainer.is_global_zero:
             self._worker = BackgroundWorker("lightning-tq-weights", self._put)
             self._keys.clear()
@@ -135,11 +131,11 @@ class PublishWeights(Callback):
             self._publish(trainer, pl_module, int(checkpoint["global_step"]))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._version is None and not restores_after_setup(trainer):
+        if self.version is None and not restores_after_setup(trainer):
             self._publish(trainer, pl_module, trainer.global_step)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._version != trainer.global_step:
+        if self.version != trainer.global_step:
             self._publish(trainer, pl_module, trainer.global_step)
 
     def on_train_batch_end(
@@ -147,48 +143,38 @@ class PublishWeights(Callback):
     ) -> None:
         if self._worker is not None:
             self._worker.check()
-        if self._version is None or trainer.global_step - self._version >= self.every_n_steps:
+        if self.version is None or trainer.global_step - self.version >= self.every_n_steps:
             self._publish(trainer, pl_module, trainer.global_step)
 
     # After these hooks, something may change the tensors that are being copied: the step, or a callback that averages
     # weights.
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        self._wait_for_copy()
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._wait_for_copy()
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._wait_for_copy()
-
-    def _wait_for_copy(self) -> None:
-        """The device waits, not the host."""
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any = None) -> None:
+        """Wait for the copy. The device waits, not the host."""
         copied, self._copied = self._copied, None
         if copied is not None and self._side is not None:
             self._side.lead(copied)
 
+    on_before_optimizer_step = on_train_epoch_end = on_validation_start
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._version != trainer.global_step:
+        if self.version != trainer.global_step:
             self._publish(trainer, pl_module, trainer.global_step)
-        self._seal(trainer)
+        self._seal(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._seal(trainer)  # Lightning skips on_train_end when there is nothing to train
+        self._seal(trainer, pl_module)  # Lightning skips on_train_end when there is nothing to train
 
-    def _seal(self, trainer: Trainer) -> None:
+    def _seal(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._worker is not None:
             self._worker.flush()
             run_of(trainer).client.seal_partition(self.partition)
-            self._end()
+            self.teardown(trainer, pl_module, "fit")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._end()  # not sealed, since a trainer that resumes from a checkpoint publishes there again
+        self.teardown(trainer, pl_module, "fit")  # not sealed: a trainer that resumes from a checkpoint publishes again
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._end()
-
-    def _end(self) -> None:
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.stop(_STOP_TIMEOUT_S)
@@ -198,9 +184,8 @@ class PublishWeights(Callback):
 
     def _publish(self, trainer: Trainer, pl_module: LightningModule, version: int) -> None:
         """All ranks must call it, because the weights may be sharded over them."""
-        before, self._version = self._version, version
-        if trainer.is_global_zero:  # before the weights are copied, so that no group is leased with the last version
-            run_of(trainer).announce(version, is_first=before is None or version < before)
+        self.version = version
+        run_of(trainer).announce(version)  # before the weights are copied, so that no group is leased with the last one
         state = _full_state(trainer, pl_module)
         if self._worker is None:
             return
@@ -253,29 +238,18 @@ class PublishWeights(Callback):
             tq.kv_clear([self._keys.popleft()], self.partition)
 
 
-def policy_version(trainer: Trainer) -> int:
-    """The version that PublishWeights published last; without it the global step."""
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, PublishWeights) and callback.version is not None:
-            return callback.version
-    return trainer.global_step
-
-
 def _full_state(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
     """The whole state dict, in host memory of the first rank, with names as if nothing were compiled."""
-    return {_COMPILED.sub(r"\1", name): value for name, value in _gathered_state(trainer, pl_module).items()}
-
-
-def _gathered_state(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-    """Sharded weights are gathered on the first rank."""
     if isinstance(trainer.strategy, (FSDPStrategy, ModelParallelStrategy)):
         # Like lightning_module_state_dict, but always the full state, whatever the strategy saves.
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         assert trainer.strategy.model is not None
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return dict(get_model_state_dict(trainer.strategy.model, options=options))
-    return dict(pl_module.state_dict()) if trainer.is_global_zero else {}
+        state: dict[str, Any] = get_model_state_dict(trainer.strategy.model, options=options)
+    else:
+        state = pl_module.state_dict() if trainer.is_global_zero else {}
+    return {_COMPILED.sub(r"\1", name): value for name, value in state.items()}
 
 
 def _clear_earlier_versions(client: TransferQueueClient, partition: str) -> None:

@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_tq.callbacks.background_worker import BackgroundWorker
-from lightning_tq.run import Run, run_of
+from lightning_tq.run import run_of
 from lightning_tq.topology import run_on_rank_zero
 from lightning_tq.trainer_compat import callbacks_of, resume_path
 from transfer_queue import (
@@ -71,96 +71,71 @@ class TQCheckpoint(Callback):
             that write a checkpoint on several ranks, such as FSDP.
         """
         self.asynchronous = asynchronous
-        self._hooks: _StrategyHooks | None = None
+        self._strategy: Strategy | None = None
+        """That whose methods are wrapped."""
+        self._writer: BackgroundWorker[Callable[[], None]] | None = None
+        self._prepared: Callable[[Any], None] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         run = run_of(trainer, "TQCheckpoint")
         if stage != "fit":
             return
-        if self._hooks is not None:
-            self._hooks.uninstall()
-        # They stay after the fit, because users may save another checkpoint then, also after an exception.
-        self._hooks = _StrategyHooks(run, self.asynchronous)
+        self._trainer, self._connection, self._address = trainer, run.connection, run.connection.address
+        self._wrap(trainer.strategy)
         checkpoint = resume_path(trainer)
         if trainer.is_global_zero and checkpoint is not None:
             _remove_orphans(os.fspath(checkpoint))
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Wait until every checkpoint is written. Raises what kept one from being written."""
-        if self._hooks is not None and stage == "fit":
-            self._hooks.finish()
+    def _wrap(self, strategy: Strategy) -> None:
+        """Wrap its methods that save and remove checkpoints. Callbacks never learn a checkpoint's path.
 
-    def finish_writing(self) -> None:
-        """Wait until the checkpoints that were saved are written. Raises what kept one from being written."""
-        if self._hooks is not None:
-            self._hooks.flush()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if self._hooks is not None:
-            self._hooks.finish_and_log()
-
-
-def finish_writing(trainer: Trainer) -> None:
-    """Wait until the checkpoints that were saved are written. Raises what kept one from being written."""
-    for each in callbacks_of(trainer):
-        if isinstance(each, TQCheckpoint):
-            each.finish_writing()
-
-
-def writes_in_background(trainer: Trainer) -> bool:
-    """True where a checkpoint may be incomplete until the next one is saved."""
-    return any(isinstance(each, TQCheckpoint) and each.asynchronous for each in callbacks_of(trainer))
-
-
-class _StrategyHooks:
-    """Wraps the strategy's methods that save and remove checkpoints. Callbacks never learn a checkpoint's path."""
-
-    def __init__(self, run: Run, asynchronous: bool) -> None:
-        self._trainer = trainer = run.trainer
-        self._connection = run.spec.connection
-        self._address = self._connection.address
-        self._strategy = trainer.strategy
-        self._writer: BackgroundWorker[Callable[[], None]] | None = None
-        self._prepared: Callable[[Any], None] | None = None
-        if asynchronous:
-            if type(self._strategy).save_checkpoint is not Strategy.save_checkpoint:
+        They stay so after the fit, because users may save another checkpoint then, also after an exception.
+        """
+        if self._strategy is not None:
+            for name in ("save_checkpoint", "remove_checkpoint"):
+                self._strategy.__dict__.pop(name, None)
+        if self.asynchronous:
+            if type(strategy).save_checkpoint is not Strategy.save_checkpoint:
                 raise ConfigError(
                     f"TQCheckpoint(asynchronous=True) needs a strategy that writes a checkpoint on one rank, and "
-                    f"{type(self._strategy).__name__} does so on several. Use asynchronous=False."
+                    f"{type(strategy).__name__} does so on several. Use asynchronous=False."
                 )
-            if any(getattr(each, "save_last", None) == "link" for each in callbacks_of(trainer)):
+            if any(getattr(each, "save_last", None) == "link" for each in callbacks_of(self._trainer)):
                 raise ConfigError(
                     "ModelCheckpoint(save_last='link') links to a checkpoint before TQCheckpoint(asynchronous=True) "
                     "has written it. Use save_last=True, or asynchronous=False."
                 )
             self._writer = BackgroundWorker("lightning_tq_checkpoint", lambda write: write())
-        self._save = self._strategy.save_checkpoint
-        self._remove = self._strategy.remove_checkpoint
-        self._strategy.save_checkpoint = self.save_checkpoint  # type: ignore[method-assign]
-        self._strategy.remove_checkpoint = self.remove_checkpoint  # type: ignore[method-assign]
-
-    def uninstall(self) -> None:
-        for name in ("save_checkpoint", "remove_checkpoint"):
-            self._strategy.__dict__.pop(name, None)
+        self._strategy, self._save, self._remove = strategy, strategy.save_checkpoint, strategy.remove_checkpoint
+        strategy.save_checkpoint = self._save_checkpoint  # type: ignore[method-assign]
+        strategy.remove_checkpoint = self._remove_checkpoint  # type: ignore[method-assign]
 
     # ---- the background ----
 
-    def flush(self) -> None:
+    def finish_writing(self) -> None:
+        """Wait until the checkpoints that were saved are written. Raises what kept one from being written."""
         if self._writer is not None:
             self._writer.flush()
 
-    def finish(self) -> None:
-        """Wait for the background, and raise what failed there."""
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._finish()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._finish_and_log()
+
+    def _finish(self) -> None:
+        """As ``finish_writing``; what is saved after the fit is saved at once."""
         if self._writer is not None:
             try:
                 self._writer.flush()
             finally:
                 self._writer.stop(_END_S)
-                self._writer = None  # what is saved after the fit is saved at once
+                self._writer = None
 
-    def finish_and_log(self) -> None:
+    def _finish_and_log(self) -> None:
         try:
-            self.finish()
+            self._finish()
         except Exception as error:  # the Trainer reports another error
             logger.error(f"a checkpoint was not written: {error}")
 
@@ -183,7 +158,7 @@ class _StrategyHooks:
 
     # ---- the strategy's methods ----
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: AnyPath, storage_options: Any = None) -> None:
+    def _save_checkpoint(self, checkpoint: dict[str, Any], filepath: AnyPath, storage_options: Any = None) -> None:
         """Save the queue first. Until the checkpoint exists too, the previous one can resume with either queue."""
         failure: TransferQueueError | None = None
         if "optimizer_states" in checkpoint:  # otherwise it holds only weights, and no run resumes from it
@@ -220,7 +195,7 @@ class _StrategyHooks:
             return ""
 
         if trainer.state.status == TrainerStatus.INTERRUPTED:  # maybe on this rank only, so no collectives
-            self.finish_and_log()
+            self._finish_and_log()
             if trainer.is_global_zero:
                 save()
             return
@@ -240,7 +215,7 @@ class _StrategyHooks:
             )
         return self._connection.client
 
-    def remove_checkpoint(self, filepath: AnyPath) -> None:
+    def _remove_checkpoint(self, filepath: AnyPath) -> None:
         def remove() -> None:
             self._remove(filepath)
             if self._trainer.is_global_zero:
@@ -250,6 +225,18 @@ class _StrategyHooks:
             remove()
         elif self._trainer.is_global_zero:
             self._writer.submit(remove, replace=False)  # after the checkpoint that takes its place is written
+
+
+def writes_in_background(trainer: Trainer) -> bool:
+    """True where a checkpoint may be incomplete until the next one is saved."""
+    return any(isinstance(each, TQCheckpoint) and each.asynchronous for each in callbacks_of(trainer))
+
+
+def finish_writing(trainer: Trainer) -> None:
+    """Wait until the checkpoints that were saved are written. Raises what kept one from being written."""
+    for each in callbacks_of(trainer):
+        if isinstance(each, TQCheckpoint):
+            each.finish_writing()
 
 
 def _is_url(path: AnyPath) -> bool:
@@ -275,9 +262,8 @@ def _remove_orphans(checkpoint: str) -> None:
 
     folder = os.path.dirname(checkpoint if _is_url(checkpoint) else os.path.abspath(checkpoint))
     files, path = fsspec.core.url_to_fs(folder)
-    names = (
-        {os.path.basename(name.rstrip("/")) for name in files.ls(path, detail=False)} if files.exists(path) else set()
-    )
+    listed = files.ls(path, detail=False) if files.exists(path) else []
+    names = {os.path.basename(name.rstrip("/")) for name in listed}
     for name in names:
         saved, _, suffix = name.rpartition(".tq")
         if suffix in _SUFFIXES and saved.endswith(".ckpt") and saved not in names:

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_tq.batch import queue_batch
-from lightning_tq.callbacks.fit_report import TrainingClock
+from lightning_tq.callbacks.fit_report import FitReport, TrainingTime
 from lightning_tq.checks import check_int
 from lightning_tq.loader import StreamReader
 from lightning_tq.queue_picture import History, Point, check_matplotlib, draw
@@ -58,36 +57,15 @@ class QueueMonitor(Callback):
         self.every_n_steps = every_n_steps
         self.plot = plot
         self.tag = tag
-        self._batches = 0
-        self._since_values, self._since_first = TrainingClock(), TrainingClock()
-        self._ages: list[int] = []
-        self._of_groups = False
-        self._started: float | None = None
-        self._history = History()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         run_of(trainer, "QueueMonitor")
-        self._batches, self._started, self._ages = 0, None, []
-        self._since_values.restart(0.0)
+        self._batches = self._step = 0
+        self._last = TrainingTime(0.0, 0.0)
         self._history = History()
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for clock in (self._since_values, self._since_first):
-            clock.pause()
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for clock in (self._since_values, self._since_first):
-            clock.resume()
-
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._started is None:
-            self._started = time.perf_counter()
-            self._since_first.restart(run_of(trainer).train_reader().waited_s)
-        self._ages, self._of_groups = [], False
-        own = queue_batch(batch)
-        if own is not None:  # a hook may have taken its metadata
-            self._of_groups = bool(own.meta.group_versions)
-            self._ages = _ages(own.meta, self.tag, trainer.global_step)
+        self._step = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -95,38 +73,29 @@ class QueueMonitor(Callback):
         self._batches += 1
         if self._batches < self.every_n_steps or not trainer.is_global_zero:
             return
-        run = run_of(trainer)
+        run, report = run_of(trainer), FitReport.of(trainer)
         reader = run.train_reader()
-        stats = run.client.get_stats()
-        values = {**self._timing(reader), **_counts(stats, reader, run.topology.dp_size)}
-        staleness = sum(self._ages) / len(self._ages) if self._ages else None
-        if staleness is not None:
-            values["queue/staleness"] = staleness
-        if staleness is not None and self._of_groups:
-            values |= {"staleness/mean": staleness, "staleness/max": float(max(self._ages))}
-            values["staleness/dropped"] = _dropped(stats, reader)
-        for name, value in values.items():
-            pl_module.log(name, value, on_step=True, on_epoch=False, rank_zero_only=True)
-            if name in _ON_THE_BAR:  # a name that leaves room for others
-                short = _ON_THE_BAR[name]
-                pl_module.log(
-                    short, value, prog_bar=True, logger=False, on_step=True, on_epoch=False, rank_zero_only=True
-                )
-        assert self._started is not None, "the batch has started"
-        now = time.perf_counter() - self._started
-        self._history.add(Point(now, values["queue/ready"], values["queue/starved"], staleness))
-
-    def _timing(self, reader: StreamReader) -> dict[str, float]:
-        elapsed, waited = self._since_values.read(reader.waited_s)
-        values = {"queue/wait_s": waited / self._batches, "queue/starved": waited / elapsed}
+        now = report.read(reader.waited_s)
+        passed, self._last = now.since(self._last), now
+        values = {"queue/wait_s": passed.waited_s / self._batches, "queue/starved": passed.waited_s / passed.seconds}
         self._batches = 0
-        self._since_values.restart(reader.waited_s)
-        return values
+        partition = run.client.get_stats()["partitions"].get(reader.progress.partition, {})
+        values |= _counts(partition, reader, run.topology.dp_size)
+        own = queue_batch(batch)
+        if own is not None:  # a hook may have taken its metadata
+            values |= _staleness(own.meta, _ages(own.meta, self.tag, self._step), partition)
+        own_step: dict[str, Any] = {"on_step": True, "on_epoch": False, "rank_zero_only": True}
+        for name, value in values.items():
+            pl_module.log(name, value, **own_step)
+            if name in _ON_THE_BAR:  # by a name that leaves room for others
+                pl_module.log(_ON_THE_BAR[name], value, prog_bar=True, logger=False, **own_step)
+        at_s, staleness = now.since(report.first).seconds, values.get("queue/staleness")
+        self._history.add(Point(at_s, values["queue/ready"], values["queue/starved"], staleness))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.plot is not None and self._history.points:  # only the first rank has points
-            reader = run_of(trainer).train_reader()
-            title = Finding.of_training(*self._since_first.read(reader.waited_s)).statement
+            report, waited_s = FitReport.of(trainer), run_of(trainer).train_reader().waited_s
+            title = Finding.of_training(*report.read(waited_s).since(report.first)).statement
             draw(self._history.points, title[0].upper() + title[1:], Path(self.plot))
 
 
@@ -139,14 +108,18 @@ def _ages(meta: BatchMeta, tag: str, version: int) -> list[int]:
     return [version - each for each in made if isinstance(each, int)]
 
 
-def _dropped(stats: dict[str, Any], reader: StreamReader) -> float:
-    """Groups of the partition that are read no more, because they got too old."""
-    groups = stats["partitions"].get(reader.progress.partition, {}).get("groups", {})
-    return float(groups.get("states", {}).get("stale", 0))
+def _staleness(meta: BatchMeta, ages: list[int], partition: dict[str, Any]) -> dict[str, float]:
+    if not ages:
+        return {}
+    mean = sum(ages) / len(ages)
+    if not meta.group_versions:
+        return {"queue/staleness": mean}
+    dropped = partition.get("groups", {}).get("states", {}).get("stale", 0)  # read no more, because they got too old
+    of_groups = {"staleness/mean": mean, "staleness/max": float(max(ages)), "staleness/dropped": float(dropped)}
+    return {"queue/staleness": mean, **of_groups}
 
 
-def _counts(stats: dict[str, Any], reader: StreamReader, dp_size: int) -> dict[str, float]:
-    partition = stats["partitions"].get(reader.progress.partition, {})
+def _counts(partition: dict[str, Any], reader: StreamReader, dp_size: int) -> dict[str, float]:
     task = partition.get("tasks", {}).get(reader.stream.task, {})
     where = "" if reader.stream.where is None else f" where {reader.stream.where}"
     ready = task.get("ready", {}).get(",".join(reader.stream.fields) + where, 0)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from tensordict import NonTensorStack, TensorDict
+from tensordict import NonTensorStack
 
 from lightning_tq.batch import meta_of
 from lightning_tq.checks import check_choice
@@ -69,36 +69,23 @@ class WriteBack(Callback):
         run_of(trainer, "WriteBack")
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self._write("train", trainer, outputs, batch)
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:  # fmt: skip
+        stage = trainer.state.stage
+        assert stage is not None, "a batch belongs to a stage"
+        is_own = stage.dataloader_prefix == self.stage and self.loader in (None, dataloader_idx)
+        if is_own and not trainer.sanity_checking:
+            self._write(trainer, outputs, batch, dataloader_idx)
 
-    # ``numbers``: of the batch and, with several loaders, of the loader.
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
 
-    def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *numbers: int
-    ) -> None:
-        if not trainer.sanity_checking:
-            self._write("val", trainer, outputs, batch, *numbers[1:])
-
-    def on_test_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *numbers: int
-    ) -> None:
-        self._write("test", trainer, outputs, batch, *numbers[1:])
-
-    def on_predict_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *numbers: int
-    ) -> None:
-        self._write("predict", trainer, outputs, batch, *numbers[1:])
-
-    def _write(self, stage: Stage, trainer: Trainer, outputs: Any, batch: Any, loader: int = 0) -> None:
-        if stage != self.stage or self.loader not in (None, loader):
-            return
+    def _write(self, trainer: Trainer, outputs: Any, batch: Any, loader: int) -> None:
         values = {field: self._value(outputs, key) for field, key in self.fields.items()}
         run = run_of(trainer)
         if not run.topology.is_reader:
             return  # another rank of the group writes the same values
-        if run.of_stage(stage)[loader].stream.replay_from is not None:
+        if run.of_stage(self.stage)[loader].stream.replay_from is not None:
             return  # the samples are in no queue
         if trainer.state.fn != TrainerFn.FITTING:
             put_back(run.client, meta_of(batch), values)
@@ -164,22 +151,19 @@ def put_back(client: TransferQueueClient, meta: BatchMeta, values: Mapping[str, 
         4
     """
     rows = {name: _rows(name, value, meta.size) for name, value in values.items()}
-    real = [position for position, is_padding in enumerate(meta.padding_mask) if not is_padding]
-    if not real:
-        return
-    columns = {name: _column(value, None if len(real) == meta.size else real) for name, value in rows.items()}
-    client.put(TensorDict(columns, batch_size=[len(real)]), metadata=meta.select_samples(real))
+    if not all(meta.padding_mask):
+        client.put(rows, metadata=meta.select_samples(list(range(meta.size))))  # a copy: a put updates its metadata
 
 
 def _rows(name: str, value: Any, samples: int) -> Any:
-    """The value as a detached host tensor or a list, checked to have one row per sample."""
+    """The value as a column on this host, without a graph, checked to have one row per sample."""
     if isinstance(value, np.ndarray) and value.ndim:
         value = torch.tensor(value) if value.dtype.kind in "biufc" else value.tolist()
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         count = value.size(0) if value.ndim else None
     elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        value = [_host(row) for row in value]
+        value = [row.detach().cpu() if isinstance(row, torch.Tensor) else row for row in value]
         count = len(value)
     else:
         count = None
@@ -189,28 +173,15 @@ def _rows(name: str, value: Any, samples: int) -> Any:
             f"field {name!r} has {what} for the {samples} samples of the batch. Write one row per sample: a "
             f"tensor of shape [{samples}, ...], a nested tensor, or a list."
         )
-    return value
-
-
-def _host(row: Any) -> Any:
-    return row.detach().cpu() if isinstance(row, torch.Tensor) else row
-
-
-def _column(rows: Any, positions: list[int] | None) -> Any:
-    if isinstance(rows, torch.Tensor) and not rows.is_nested:
-        return rows if positions is None else rows[positions]
-    if isinstance(rows, torch.Tensor) and positions is None:
-        return rows
-    listed = list(rows.unbind()) if isinstance(rows, torch.Tensor) else rows
-    listed = listed if positions is None else [listed[position] for position in positions]
-    return _joined(listed)
+    return _joined(value) if isinstance(value, list) else value
 
 
 def _joined(rows: list[Any]) -> Any:
+    """One tensor, where these are tensors of one dtype and rank; otherwise they stay objects."""
     if not all(isinstance(row, torch.Tensor) and not row.is_nested for row in rows):
         return NonTensorStack(*rows)
     if len({(row.dtype, row.ndim) for row in rows}) > 1:
-        return NonTensorStack(*rows)  # one tensor can't hold them
+        return NonTensorStack(*rows)
     if len({row.shape for row in rows}) == 1:
         return torch.stack(rows)
     only_lengths = len({row.shape[1:] for row in rows}) == 1

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 
+from transfer_queue.errors import TransferQueueError
+
 COMMANDS = {
     # name: (its line in --help, its module in lightning_tq.cli, the function that gets the words after its name)
     "demo": ("Learn for a minute on two cores, with a live page; ends with a picture.", "demo_command", "main"),
@@ -26,10 +28,12 @@ COMMANDS = {
     "record": ("Write what a task is given to files, while it trains.", "record_commands", "record"),
     "records": ("Show what a record holds, or which samples one step trained.", "record_commands", "records"),
     "simulate": ("Run the producers of a YAML file against steps that only sleep.", "record_commands", "simulate"),
-    "doctor": ("Say what is wrong with this environment and a queue, and what mends it.", "queue_commands", "doctor"),
+    "doctor": ("Say what is wrong with this environment and a queue, and what mends it.", "doctor_command", "main"),
     "checkpoint": ("Look into a saved queue, or verify it.", "checkpoint_command", "main"),
 }
 _OF_A_TRAINER = {name for name, (_, module, _) in COMMANDS.items() if module == "trainer_cli"}
+_WITH_TRACEBACKS = {*_OF_A_TRAINER, "simulate"}
+"""They run the user's own code, and report themselves the errors that need no traceback."""
 OPTIONS_OF_A_TRAINER = (
     "help", "config", "print_config", "seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler",
     "ckpt_path", "weights_only", "verbose", "return_predictions",
@@ -77,7 +81,13 @@ def _run(name: str, args: Sequence[str], function: str | None = None) -> int:
                 if near:  # otherwise it may be one of another version of Lightning: its parser knows
                     return _refuse(f"unknown option {option!r}", near, of=name)
     run: Callable[[Sequence[str]], int] = getattr(import_module(f"lightning_tq.cli.{module}"), function or own)
-    return run(args)
+    try:
+        return run(args)
+    except TransferQueueError as error:
+        if name in _WITH_TRACEBACKS:
+            raise
+        sys.stderr.write(f"error: {error}\n")
+        return 2
 
 
 def _near(word: str, known: Iterable[str], likeness: float = 0.6) -> list[str]:

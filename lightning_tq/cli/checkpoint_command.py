@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from transfer_queue.errors import CheckpointNotFoundError, TransferQueueError
+from transfer_queue.errors import CheckpointError, CheckpointNotFoundError, TransferQueueError
 
 _DAMAGED = 1
 _NOT_FOUND = 2
@@ -33,7 +33,8 @@ def main(args: Sequence[str]) -> int:
         found = tq.describe_checkpoint(options.path, verify=options.action == "verify")
     except TransferQueueError as error:
         sys.stderr.write(f"error: {error}{_hint(options.path)}\n")
-        return _DAMAGED if _is_damaged(error) else _NOT_FOUND
+        is_damaged = isinstance(error, CheckpointError) and not isinstance(error, CheckpointNotFoundError)
+        return _DAMAGED if is_damaged else _NOT_FOUND
     if options.json:
         print(json.dumps(found))
     else:
@@ -44,12 +45,6 @@ def main(args: Sequence[str]) -> int:
 def _hint(path: str) -> str:
     beside = f"{path.rstrip('/')}.tq"
     return f" The queue is saved beside it: {beside}." if os.path.isdir(beside) else ""
-
-
-def _is_damaged(error: TransferQueueError) -> bool:
-    from transfer_queue import CheckpointError
-
-    return isinstance(error, CheckpointError) and not isinstance(error, CheckpointNotFoundError)
 
 
 def _show(found: dict[str, Any], state: str) -> None:

@@ -8,6 +8,8 @@ import asyncio
 import contextlib
 import sys
 
+from transfer_queue.errors import ConfigError
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     host = "Where to listen; 0.0.0.0: on all networks. Default: 127.0.0.1, for programs of this host."
@@ -22,17 +24,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def serve(options: argparse.Namespace, address: str) -> int:
-    """Serve the page until Ctrl-C. Returns the exit code: 2 if it can't listen."""
+    """Show a running queue as a web page that follows it.
+
+    It has partitions and tasks as they fill and drain, waiting fetches and what they lack, throughput and waits over
+    time, memory, clients, alarms. It changes nothing in the queue. The printed address has a token, without which the
+    page shows nothing, also to other users of this host.
+    """
     import transfer_queue as tq
     from lightning_tq.dashboard.web_page import Dashboard
 
     page = Dashboard(tq.get_client(), address, options.host, not options.no_token, options.name)
 
-    def tell(url: str) -> None:
-        print(f"Dashboard: {url}", flush=True)
-
     async def run() -> None:
-        serving = asyncio.ensure_future(page.run(options.port, tell))
+        serving = asyncio.ensure_future(page.run(options.port, lambda url: print(f"Dashboard: {url}", flush=True)))
         if options.until_input_ends:
             asyncio.get_running_loop().add_reader(sys.stdin.fileno(), serving.cancel)
         with contextlib.suppress(asyncio.CancelledError):
@@ -41,6 +45,5 @@ def serve(options: argparse.Namespace, address: str) -> int:
     try:
         asyncio.run(run())
     except (OSError, OverflowError) as error:
-        sys.stderr.write(f"error: the dashboard can't listen at {options.host}, port {options.port}: {error}\n")
-        return 2
+        raise ConfigError(f"the dashboard can't listen at {options.host}, port {options.port}: {error}") from error
     return 0

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_tq.checks import byte_text, counted
@@ -40,14 +42,15 @@ def problem(text: str) -> Line:
     return Line(True, text)
 
 
-def main(args: Sequence[str], address: str | None) -> int:
+def main(args: Sequence[str]) -> int:
     """Look for problems of the environment and of a running queue, and say what mends them.
 
     Without an address and TQ_ADDRESS, only the environment is looked at. It changes nothing in the queue. Exit codes:
     0, 1 if there is a problem, 2 for an invalid option.
     """
     parser = argparse.ArgumentParser("lightning-tq doctor", description=main.__doc__, allow_abbrev=False)
-    parser.add_argument("address", nargs="?", default=address, metavar="ADDRESS", help="Address of the queue.")
+    given = os.environ.get("TQ_ADDRESS")
+    parser.add_argument("address", nargs="?", default=given, metavar="ADDRESS", help="Address of the queue.")
     config = "A YAML file with the queue's settings, which the environment must fit. Default: the queue's own."
     parser.add_argument("--config", metavar="FILE", help=config)
     wait = "A request that waits for longer is a problem. Default: 60."
@@ -67,12 +70,15 @@ def main(args: Sequence[str], address: str | None) -> int:
 def _lines(options: argparse.Namespace) -> list[Line]:
     from transfer_queue.environment import read_environment  # whose dependencies may be missing
 
-    conf = None if options.config is None else _read_conf(options.config)
-    environment = read_environment(conf)
+    conf = None
+    if options.config is not None:
+        from lightning_tq.queue_config import as_queue_config
+
+        conf = as_queue_config(options.config).conf()
     queue, running = _look_at(options.address, options.wait)
-    if conf is None and running is not None and str(options.address).startswith("ipc://"):
-        environment = read_environment(running)
-    return [*check_environment(environment), *queue]
+    if conf is None and str(options.address).startswith("ipc://"):
+        conf = running
+    return [*check_environment(read_environment(conf)), *queue]
 
 
 def _report(lines: Sequence[Line]) -> int:
@@ -86,8 +92,9 @@ def _report(lines: Sequence[Line]) -> int:
 # ---- the environment ----
 
 
-def check_environment(environment: Environment) -> list[Line]:
-    return [line for check in _CHECKS if (line := check(environment)) is not None]
+def check_environment(found: Environment) -> list[Line]:
+    lines = [check_files(found), check_torch(found), check_shm(found), check_limits(found), check_memory(found)]
+    return lines if found.key_file is None else [*lines, check_keys(found)]
 
 
 def check_files(found: Environment) -> Line:
@@ -148,9 +155,7 @@ def check_memory(found: Environment) -> Line:
     return fine(f"memory: {byte_text(found.memory)} of {has} for values")
 
 
-def check_keys(found: Environment) -> Line | None:
-    if found.key_file is None:
-        return None
+def check_keys(found: Environment) -> Line:
     if found.key_mode is None:
         return problem(
             f"the key file {found.key_file} is missing, or not yours to read: copy it from the first server's host."
@@ -161,11 +166,6 @@ def check_keys(found: Environment) -> Line | None:
             "keys if others use this host."
         )
     return fine(f"keys: {found.key_file}")
-
-
-_CHECKS: tuple[Callable[[Environment], Line | None], ...] = (
-    check_files, check_torch, check_shm, check_limits, check_memory, check_keys,
-)  # fmt: skip
 
 
 # ---- the queue ----
@@ -185,25 +185,15 @@ def _look_at(address: str | None, wait_s: float) -> tuple[list[Line], Any | None
     if not address:
         return [fine("no queue was named: give its address, or set TQ_ADDRESS, to look at one")], None
     import transfer_queue as tq
+    from lightning_tq.queue_report import take_snapshot
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of TransferQueue, which has a line of its own
             conf = tq.init(address)
-        client = tq.get_client()
-        stats, units, failed = client.get_stats(), [], None
-        try:
-            units = client.get_storage_stats()
-        except TransferQueueError as error:
-            failed = str(error)
-        return list(check_queue(address, stats, tq.diagnose(stats, units, failed), wait_s)), conf
+        found = asyncio.run(take_snapshot(tq.get_client()))
+        return list(check_queue(address, found.stats, found.findings(), wait_s)), conf
     except TransferQueueError as error:
         return [problem(str(error))], None
     finally:
         tq.close()
-
-
-def _read_conf(path: str) -> dict[str, Any]:
-    from lightning_tq.queue_config import as_queue_config
-
-    return as_queue_config(path).conf()

@@ -4,12 +4,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
-
-from transfer_queue.errors import TransferQueueError
-
-_FAILED = 2
 
 
 def main(args: Sequence[str]) -> int:
@@ -22,11 +17,7 @@ def main(args: Sequence[str]) -> int:
     path = parser.parse_args(args).file
     import transfer_queue as tq
 
-    try:
-        tq.make_key_file(path)
-    except TransferQueueError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return _FAILED
+    tq.make_key_file(path)
     print(
         f"{path} holds new keys. Copy it to the other hosts (scp -p), then start a server:\n"
         f"  lightning-tq serve --listen tcp://0.0.0.0:5555 --key-file {path}\n"

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import sys
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -14,7 +13,6 @@ from pathlib import Path
 from transfer_queue.errors import ConfigError
 
 KINDS = ("grpo", "sft", "stream")
-_FAILED = 2
 _OUTPUT = "default_root_dir: runs\n"
 
 
@@ -29,11 +27,7 @@ def main(args: Sequence[str]) -> int:
     parser.add_argument("kind", choices=KINDS, help="What to start from.")
     parser.add_argument("directory", metavar="DIR", help="Where to write it: a new or an empty directory.")
     options = parser.parse_args(args)
-    try:
-        names = write_template(options.kind, Path(options.directory))
-    except ConfigError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return _FAILED
+    names = write_template(options.kind, Path(options.directory))
     run = f"lightning-tq fit --config {shlex.quote(str(Path(options.directory) / 'run.yaml'))}"
     print(
         f"Wrote {', '.join(names)} to {options.directory}.\n"

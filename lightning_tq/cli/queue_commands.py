@@ -11,19 +11,17 @@ import difflib
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 from lightning_tq.checks import counted, list_names
 from lightning_tq.cli.dashboard_command import add_options as add_dashboard_options
 from lightning_tq.cli.dashboard_command import serve as serve_dashboard
-from transfer_queue.errors import TransferQueueError
+from transfer_queue.errors import ConfigError
 
 _UNKNOWN_NAME = 1
 """Exit code: the queue has no client or task of this name."""
-_UNREACHABLE = 2
-"""Exit code: no queue answers, or an option is invalid."""
 _INTERRUPTED = 130
 _SINGLE_INTERVAL_S = 0.5
 """Seconds between the two snapshots of a single report."""
@@ -35,9 +33,12 @@ _HOLDINGS = {
 """What ``evict`` reports, by its name in the statistics."""
 
 
-def _main(name: str, args: Sequence[str]) -> int:
-    """Returns the exit code: 0, 1 for an unknown client or task, 2 if no queue answers or an option is invalid."""
-    act = _COMMANDS[name]
+Act = Callable[[argparse.Namespace, str], int]
+"""Acts in the queue at this address. Its docstring is the help of its subcommand."""
+
+
+def _main(name: str, act: Act, args: Sequence[str]) -> int:
+    """Returns the exit code: 0, 1 for an unknown client or task. Raises where no queue answers."""
     parser = argparse.ArgumentParser(f"lightning-tq {name}", description=act.__doc__, allow_abbrev=False)
     if act is _evict:
         parser.add_argument("client", metavar="CLIENT", help="Name of the client.")
@@ -51,7 +52,7 @@ def _main(name: str, args: Sequence[str]) -> int:
         parser.add_argument("--every", type=_seconds, default=1.0, metavar="SECONDS", help=every)
         lines = "Print a JSON object; with --watch, one per line and interval."
         parser.add_argument("--json", action="store_true", help=lines)
-    elif act is _dashboard:
+    elif act is serve_dashboard:
         add_dashboard_options(parser)
     elif act is _clients:
         parser.add_argument("--json", action="store_true", help="Print a JSON object.")
@@ -65,15 +66,15 @@ def _seconds(text: str) -> float:
     return value
 
 
-def run_joined(act: Callable[[argparse.Namespace, str], int], options: argparse.Namespace) -> int:
+def run_joined(act: Act, options: argparse.Namespace) -> int:
     """Join the queue as a client, and act there. Returns the exit code."""
     address = options.address or os.environ.get("TQ_ADDRESS")
     if not address:
-        return _refuse(
+        raise ConfigError(
             "no queue was named: give its address, or set TQ_ADDRESS. A Trainer prints the address, init() returns it."
         )
     if "://" not in address:
-        return _refuse(f"{address!r} is not an address like ipc:///tmp/tq-.../controller or tcp://host:port.")
+        raise ConfigError(f"{address!r} is not an address like ipc:///tmp/tq-.../controller or tcp://host:port.")
     import transfer_queue as tq
 
     try:
@@ -83,24 +84,18 @@ def run_joined(act: Callable[[argparse.Namespace, str], int], options: argparse.
         finally:
             tq.close()
     except KeyboardInterrupt:
-        return 0 if act in (_status, _dashboard) else _INTERRUPTED  # Ctrl-C is how --watch ends
-    except TransferQueueError as error:
-        return _refuse(str(error))
+        return 0 if act in (_status, serve_dashboard) else _INTERRUPTED  # Ctrl-C is how --watch ends
     except BrokenPipeError:  # e.g. "| head"; the redirect also silences Python's final flush
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-
-
-def _refuse(reason: str, code: int = _UNREACHABLE) -> int:
-    sys.stderr.write(f"error: {reason}\n")
-    return code
 
 
 def _unknown(reason: str, name: str, names: Iterable[str]) -> int:
     known = sorted(names)
     near = difflib.get_close_matches(name, known, 1)
     there = f"; did you mean {near[0]!r}?" if near else f"; there is {list_names(known)}." if known else "."
-    return _refuse(reason + there, _UNKNOWN_NAME)
+    sys.stderr.write(f"error: {reason}{there}\n")
+    return _UNKNOWN_NAME
 
 
 # ---- status ----
@@ -113,58 +108,34 @@ def _status(options: argparse.Namespace, address: str) -> int:
     what they lack, clients with what they hold. Samplers that held the server are named. It changes nothing in the
     queue. Rates compare two snapshots; a single report takes both, half a second apart.
     """
-    asyncio.run(_live(options, address) if _is_live(options) else _print(options, address))
+    asyncio.run(_follow(options, address))
     return 0
 
 
-def _is_live(options: argparse.Namespace) -> bool:
-    return bool(options.watch and not options.json and sys.stdout.isatty())
+async def _follow(options: argparse.Namespace, address: str) -> None:
+    """Show one report, or one per interval, which a terminal draws over the last one."""
+    from rich.live import Live
 
-
-async def _reports(options: argparse.Namespace, address: str) -> AsyncIterator[dict[str, Any]]:
-    """One report, or one per interval."""
     import transfer_queue as tq
-    from lightning_tq.queue_report import make_report, take_snapshot
+    from lightning_tq.queue_report import make_report, show, tables, take_snapshot
 
     client = tq.get_client()
     before = await take_snapshot(client)
-    while True:
-        await asyncio.sleep(options.every if options.watch else _SINGLE_INTERVAL_S)
-        now = await take_snapshot(client)
-        yield make_report(address, now, before)
-        if not options.watch:
-            return
-        before = now
-
-
-async def _print(options: argparse.Namespace, address: str) -> None:
-    from lightning_tq.queue_report import show, tables
-
-    async for report in _reports(options, address):
-        if options.json:
-            print(json.dumps(report), flush=True)
-        else:
-            show(tables(report))
-
-
-async def _live(options: argparse.Namespace, address: str) -> None:
-    from rich.live import Live
-
-    from lightning_tq.queue_report import tables
-
-    with Live(auto_refresh=False, vertical_overflow="ellipsis") as live:
-        async for report in _reports(options, address):
-            live.update(tables(report), refresh=True)
-
-
-def _dashboard(options: argparse.Namespace, address: str) -> int:
-    """Show a running queue as a web page that follows it.
-
-    It has partitions and tasks as they fill and drain, waiting fetches and what they lack, throughput and waits over
-    time, memory, clients, alarms. It changes nothing in the queue. The printed address has a token, without which the
-    page shows nothing, also to other users of this host.
-    """
-    return serve_dashboard(options, address)
+    redraws = options.watch and not options.json and sys.stdout.isatty()
+    with Live(auto_refresh=False, vertical_overflow="ellipsis") if redraws else nullcontext() as live:
+        while True:
+            await asyncio.sleep(options.every if options.watch else _SINGLE_INTERVAL_S)
+            now = await take_snapshot(client)
+            report = make_report(address, now, before)
+            if live is not None:
+                live.update(tables(report), refresh=True)
+            elif options.json:
+                print(json.dumps(report), flush=True)
+            else:
+                show(tables(report))
+            if not options.watch:
+                return
+            before = now
 
 
 # ---- clients and tasks ----
@@ -229,19 +200,8 @@ def _forget_task(options: argparse.Namespace, address: str) -> int:
     return 0
 
 
-# The doc string of each is its help.
-_COMMANDS: dict[str, Callable[[argparse.Namespace, str], int]] = {
-    "status": _status,
-    "dashboard": _dashboard,
-    "clients": _clients,
-    "evict": _evict,
-    "forget-task": _forget_task,
-}
-status, dashboard, clients, evict, forget_task = (partial(_main, name) for name in _COMMANDS)
-
-
-def doctor(args: Sequence[str]) -> int:
-    """Look for problems of the queue that TQ_ADDRESS names, unless another one is given."""
-    from lightning_tq.cli.doctor_command import main
-
-    return main(args, os.environ.get("TQ_ADDRESS"))
+status = partial(_main, "status", _status)
+dashboard = partial(_main, "dashboard", serve_dashboard)
+clients = partial(_main, "clients", _clients)
+evict = partial(_main, "evict", _evict)
+forget_task = partial(_main, "forget-task", _forget_task)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_tq.checks import counted
 from lightning_tq.cli.queue_commands import run_joined
-from transfer_queue.errors import QueueUnreachableError, TransferQueueError
+from transfer_queue.errors import QueueUnreachableError
 
 if TYPE_CHECKING:
     from transfer_queue import RecordedBatches, TransferQueueClient
@@ -29,7 +29,6 @@ _SHARE = 10
 _TELL_EVERY_S = 10.0
 _FEW = 8
 """Tensors of up to so many numbers are shown."""
-_NOT_FOUND = 2
 
 
 # ---- record ----
@@ -101,11 +100,8 @@ class _Recorder:
     def _has_ended(self, stats: dict[str, Any]) -> bool:
         read = [each["tasks"][self._task] for each in stats["partitions"].values() if self._task in each["tasks"]]
         readers = f"StreamingDataset_{self._task}_"
-        return (
-            bool(read)
-            and all(each["ended"] for each in read)
-            and not any(name.startswith(readers) for name in stats["clients"])
-        )
+        is_read = bool(read) and all(each["ended"] for each in read)
+        return is_read and not any(name.startswith(readers) for name in stats["clients"])
 
     def _save(self) -> None:
         """What is to be written, if there is anything."""
@@ -133,21 +129,17 @@ def records(args: Sequence[str]) -> int:
     options = parser.parse_args(args)
     import transfer_queue as tq
 
-    try:
-        found = tq.RecordedBatches(options.directory)
-        rounds = [each for each in found.rounds if options.partition in (None, each[0])]
-        first = next((index for _, index in rounds), 0)  # the record may have begun later than the task
-        if options.step is not None and not first <= options.step < first + len(rounds):
-            raise tq.CheckpointNotFoundError(
-                f"{found.directory} has no step {options.step}. It has {len(rounds)} from {first} on, of the "
-                f"partitions {found.partitions}."
-            )
-        whole = options.step is None
-        shown = _summary(found, rounds, first) if whole else _samples(found, *rounds[options.step - first])
-        _show(list(shown), options.json)
-    except TransferQueueError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return _NOT_FOUND
+    found = tq.RecordedBatches(options.directory)
+    rounds = [each for each in found.rounds if options.partition in (None, each[0])]
+    first = next((index for _, index in rounds), 0)  # the record may have begun later than the task
+    if options.step is not None and not first <= options.step < first + len(rounds):
+        raise tq.CheckpointNotFoundError(
+            f"{found.directory} has no step {options.step}. It has {len(rounds)} from {first} on, of the "
+            f"partitions {found.partitions}."
+        )
+    whole = options.step is None
+    shown = _summary(found, rounds, first) if whole else _samples(found, *rounds[options.step - first])
+    _show(list(shown), options.json)
     return 0
 
 
@@ -157,7 +149,7 @@ def _summary(found: RecordedBatches, rounds: list[tuple[str, int]], first: int) 
         at = [number for number, (partition, _) in enumerate(rounds, first) if partition == name]
         own = [index for partition, index in rounds if partition == name]
         gaps = max(own) - min(own) + 1 - len(own)
-        _, meta = found.read(name, found.rounds[name, own[0]][0], own[0])
+        _, meta = found.read(name, next(iter(found.rounds[name, own[0]])), own[0])
         yield {
             "partition": name, "steps": f"{at[0]} to {at[-1]}", "batches": f"{min(own)} to {max(own)}",
             "lacking": gaps or None, "ranks": len(found.rounds[name, own[0]]), "rows": meta.size,
@@ -172,12 +164,11 @@ def _samples(found: RecordedBatches, partition: str, index: int) -> Iterator[dic
         for row in range(meta.size):
             tags = {name: tag for name, tag in meta.custom_meta[row].items() if not name.startswith("group.")}
             fields = {name: _plain(data[name][row]) for name in meta.field_names}
-            group = {} if meta.heads is None else {"group": meta.heads[row]}
-            versions = (
-                {"version": meta.group_versions[group["group"]]} if group.get("group") in meta.group_versions else {}
-            )
             named = {"partition": partition, "batch": index, "rank": rank, "sample": meta.global_indexes[row]}
-            yield {**named, **group, **versions, **tags, **fields}
+            if meta.heads is not None:
+                head = meta.heads[row]
+                named |= {"group": head, "version": meta.group_versions.get(head)}
+            yield {**named, **tags, **fields}
 
 
 def _plain(value: Any) -> Any:

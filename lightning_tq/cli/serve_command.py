@@ -12,10 +12,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from transfer_queue.errors import TransferQueueError
-
-_FAILED = 2
-
 
 def main(args: Sequence[str]) -> int:
     """Serve a queue until SIGTERM or Ctrl-C.
@@ -44,19 +40,11 @@ def main(args: Sequence[str]) -> int:
     options = parser.parse_args(args)
     # Before NumPy is imported: one of its threads would take them, and the process would die unheard.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
-    try:
-        _serve(options)
-    except TransferQueueError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return _FAILED
-    return 0
-
-
-def _serve(options: argparse.Namespace) -> None:
     import transfer_queue as tq
 
     conf = _conf(options)
     tq.serve(conf, options.join, options.directory, partial(_tell, conf, options.join is not None))
+    return 0
 
 
 def _conf(options: argparse.Namespace) -> dict[str, Any]:

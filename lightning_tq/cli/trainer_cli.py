@@ -8,7 +8,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 from jsonargparse import set_parsing_settings
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 # Imported so that a configuration can name the callbacks without their module.
 from lightning_tq.callbacks import (  # noqa: F401
@@ -77,7 +77,8 @@ class TQArgumentParser(LightningArgumentParser):
         if not self.exit_on_error:  # the parser only tries one of several types
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
-        text = _explain(message, _known_keys(parser))
+        known = {action.dest for action in parser._actions if action.dest not in ("help", argparse.SUPPRESS)}
+        text = _explain(message, sorted(known))
         sys.stderr.write(f"error: {text}\ntip: {parser.prog.replace(' [options]', '')} --help explains every option.\n")
         sys.exit(2)
 
@@ -148,14 +149,14 @@ def names_a_data_class(args: Sequence[str] | Mapping[str, Any]) -> bool:
         return "class_path" in (args.get("data") or {})
     if any(arg.startswith(("--data.class_path", "--data.init_args")) for arg in args):
         return True
-    sections = [OmegaConf.select(conf, key) for conf in _configs(args) for key in ("data", "*.data")]
-    return any(isinstance(section, DictConfig) and "class_path" in section for section in sections)
+    sections = [section for path, key in _config_files(args) for section in _data_sections(path, key)]
+    return any(isinstance(section, dict) and "class_path" in section for section in sections)
 
 
-def _configs(args: Sequence[str]) -> Iterator[Any]:
-    for path, key in _config_files(args):
-        conf = load_mapping(path)
-        yield OmegaConf.create({key: conf}) if key else conf
+def _data_sections(path: Path, key: str) -> list[Any]:
+    """Those of a whole file may be within those of subcommands."""
+    conf: Any = OmegaConf.to_container(load_mapping(path))
+    return [conf] if key else [part.get("data") for part in (conf, *conf.values()) if isinstance(part, dict)]
 
 
 def _config_files(args: Sequence[str]) -> Iterator[tuple[Path, str]]:
@@ -214,13 +215,12 @@ class _Reason(NamedTuple):
         return 1 if _OF_TYPE.match(self.text) else 0
 
 
-def _known_keys(parser: argparse.ArgumentParser) -> list[str]:
-    """All options of a parser, as dotted keys of a configuration file."""
-    return sorted({action.dest for action in parser._actions if action.dest not in ("help", argparse.SUPPRESS)})
+def _explain(message: str, known: list[str]) -> str:
+    """One sentence for a report of the parser, or for another exception's text.
 
-
-def _explain(message: str, known: Iterable[str]) -> str:
-    """One sentence for a report of the parser, or for another exception's text."""
+    Args:
+        known: All options, as dotted keys of a configuration file.
+    """
     reasons = _reasons(message)
     if not reasons:
         return message.strip()
@@ -229,7 +229,7 @@ def _explain(message: str, known: Iterable[str]) -> str:
     types = [found[1] for each in reasons if each.path == least.path and (found := _OF_TYPE.match(each.text))]
     if least.weight() == 1:
         return f"{where}expected {' or '.join(name for name in types if name != 'NoneType')}"
-    return where + _sentence(least, list(known))
+    return where + _sentence(least, known)
 
 
 def _reasons(message: str) -> list[_Reason]:
@@ -281,7 +281,6 @@ def _first_unknown(key: str, known: list[str]) -> tuple[str, list[str]]:
 
 def _parameters(class_path: str) -> list[str]:
     module, _, name = class_path.rpartition(".")
-    cls: Any = getattr(import_module(module), name)
+    parameters = inspect.signature(getattr(import_module(module), name)).parameters.values()
     skip = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
     return [parameter.name for parameter in parameters if parameter.kind not in skip]

@@ -40,8 +40,8 @@ class QueueHistory:
         self.bottleneck: Numbers | None = None
         """Which side limits the run now: a finding as plain data."""
         self._smooth: dict[tuple[str, ...], float] = {}
-        self._smoothed_at: float | None = None
-        self._full: tuple[float, Numbers] | None = None
+        self._full: tuple[float, Numbers] = (-math.inf, {})
+        """When the queue was full last, and what was said of it."""
         self._numbers = 0
         self._current: dict[str, Numbers] = {}
         self._histograms: deque[tuple[float, Numbers]] = deque()
@@ -50,12 +50,18 @@ class QueueHistory:
         """Take in a report, as ``make_report`` makes it. Its rates become means, that weigh the last seconds most."""
         self._smooth_rates(report, now)
         problems = {each["id"]: each for each in _problems(report["findings"])}
-        self._log({**self._still_full(problems, now), **problems}, now)
+        if _FULL in problems:
+            self._full = now, problems[_FULL]
+        elif now - self._full[0] < _FULL_FOR_S:
+            problems[_FULL] = self._full[1]
+        self._log(problems, now)
         self._histograms.append((now, report["metrics"]))
         while now - self._histograms[0][0] > _STALENESS_OF_S:
             self._histograms.popleft()
         self._numbers += 1
-        self.points.append({"n": self._numbers, "t": now, **_series(report), **self._staleness(report["metrics"])})
+        before, metrics = self._histograms[0][1], report["metrics"]
+        staleness = {kind: dict(_means(metrics[kind], before[kind])) for kind in ("versions", "age_s")}
+        self.points.append({"n": self._numbers, "t": now, **_series(report), **staleness})
         seen = [point for point in self.points if now - point["t"] <= _LOOK_S]
         self.bottleneck = plain(_bottleneck(report, seen))
 
@@ -68,8 +74,8 @@ class QueueHistory:
         return [point for point in self.points if point["n"] > number]
 
     def _smooth_rates(self, report: Numbers, now: float) -> None:
-        past_s = math.inf if self._smoothed_at is None else now - self._smoothed_at
-        before, self._smooth, self._smoothed_at = self._smooth, {}, now
+        past_s = now - self.points[-1]["t"] if self.points else math.inf
+        before, self._smooth = self._smooth, {}
         new = 1.0 - math.exp(-past_s / _SMOOTH_OVER_S)
         for name, partition in report["partitions"].items():
             rates: list[tuple[tuple[str, ...], Numbers, str]] = [((name,), partition, "put_per_s")]
@@ -78,13 +84,6 @@ class QueueHistory:
                 if holder[rate] is not None:
                     was = before.get(key, holder[rate])
                     self._smooth[key] = holder[rate] = was + new * (holder[rate] - was)
-
-    def _still_full(self, problems: Numbers, now: float) -> Numbers:
-        found = problems.get(_FULL)
-        if found is not None:
-            self._full = (now, found)
-        recent = self._full is not None and now - self._full[0] < _FULL_FOR_S
-        return {_FULL: self._full[1]} if self._full is not None and recent else {}
 
     def _log(self, problems: dict[str, Numbers], now: float) -> None:
         for name, problem in problems.items():
@@ -100,13 +99,9 @@ class QueueHistory:
         self._numbers += 1
         self.events.append({"n": self._numbers, "t": now, "level": level, "text": text})
 
-    def _staleness(self, metrics: Numbers) -> Numbers:
-        """Means over the last half minute, by task; a task that was given nothing has none."""
-        before = self._histograms[0][1]
-        return {kind: dict(_means(metrics[kind], before[kind])) for kind in ("versions", "age_s")}
-
 
 def _means(now: Mapping[str, Numbers], before: Mapping[str, Numbers]) -> Iterator[tuple[str, float]]:
+    """Of what each task was given since then; one that was given nothing has none."""
     for task, own in now.items():
         was = before.get(task, {"counts": [], "sum": 0})
         count = sum(own["counts"]) - sum(was["counts"])

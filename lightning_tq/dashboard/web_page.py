@@ -35,10 +35,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Dashboard:
     """Looks at the queue once a second, and serves what it saw until it is cancelled."""
 
-    def __init__(
-        self, client: TransferQueueClient, address: str, host: str = "127.0.0.1", with_token: bool = True,
-        name: str = "",
-    ) -> None:  # fmt: skip
+    def __init__(self, client: TransferQueueClient, address: str, host: str, with_token: bool, name: str) -> None:
         """
         Args:
             name: That of the run, for title and head.

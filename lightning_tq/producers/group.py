@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
 from typing import Any
 
+import transfer_queue as tq
 from lightning_tq.checks import check_int
 from lightning_tq.producers.process import StartOrder, refuse_to_train
 from lightning_tq.producers.target_checks import check_call, loaded_function
@@ -97,23 +98,24 @@ class Producer:
             )
         return f"{'__main__' if module == '__mp_main__' else module}:{name}"  # a spawned rank has the latter
 
+    def words(self) -> list[str]:
+        """Those of the command, or the function as the only one."""
+        return self.target if isinstance(self.target, list) else [self.function_path()]
+
     def label(self) -> str:
-        if self.name:
-            return self.name
-        return " ".join(self.target) if isinstance(self.target, list) else self.function_path()
+        return self.name or " ".join(self.words())
 
     def client_name(self, worker: int) -> str:
         """What the names of this process' clients begin with: the function's name, or the first word of the command."""
-        words = self.target if isinstance(self.target, list) else self.function_path().rpartition(":")[2:]
-        name = self.env.get("TQ_CLIENT_NAME") or f"{self.name or os.path.basename(words[0])}-{worker}"
+        own = self.name or os.path.basename(self.words()[0]).rpartition(":")[2]
+        name = self.env.get("TQ_CLIENT_NAME") or f"{own}-{worker}"
         return re.sub(r"[^\w.-]+", "-", name)[:64]  # as in the names of clients
 
     def start_order(self, worker: int) -> StartOrder:
         main = sys.modules["__main__"]
         spec = getattr(main, "__spec__", None)
         return StartOrder(
-            command=self.target if isinstance(self.target, list) else None,
-            function=None if isinstance(self.target, list) else self.function_path(),
+            target=self.target if isinstance(self.target, list) else self.function_path(),
             args=pickle.dumps(dict(self.args)),
             worker=worker,
             num_workers=self.count,
@@ -168,10 +170,11 @@ class ProducerProcess:
             return
         started.set_result(popen)
         assert popen.stderr is not None
-        for line in popen.stderr:
-            text = line.decode(errors="replace")
-            self._lines.append(text)
-            sys.stderr.write(text)
+        with popen.stderr:
+            for line in popen.stderr:
+                text = line.decode(errors="replace")
+                self._lines.append(text)
+                sys.stderr.write(text)
         popen.wait()
 
     def has_joined(self, clients: Iterable[str]) -> bool:
@@ -210,9 +213,6 @@ class ProducerProcess:
             self.signal(signal.SIGKILL)
             self.popen.wait()
         self._thread.join(_STOP_TIMEOUT_S)
-        assert self.popen.stderr is not None
-        if not self._thread.is_alive():
-            self.popen.stderr.close()
 
 
 class ProducerGroup:
@@ -239,7 +239,7 @@ class ProducerGroup:
         refuse_to_train()
         if self._processes:
             raise InvalidRequestError("these producers are already running. Call end() before start().")
-        self._finalizer = Finalize(None, _end, args=(os.getpid(), self._processes), exitpriority=30)
+        self._finalizer = Finalize(None, _end, args=(self._processes,), exitpriority=30)
         for producer in self._producers:
             if stage in producer.stages:
                 for worker in range(producer.count):
@@ -250,13 +250,13 @@ class ProducerGroup:
         return any(stage in producer.stages for producer in self._producers)
 
     def failure(self) -> ProducerError | None:
-        """The first process that ended with an error or by a signal."""
-        process = self.failed()
-        return None if process is None else process.failure()
-
-    def failed(self) -> ProducerProcess | None:
-        """The first process that ended with an error or by a signal."""
-        return next((process for process in list(self._processes) if process.popen.poll()), None)
+        """That of the first process that ended with an error or by a signal, which the queue is told, too."""
+        process = next((process for process in list(self._processes) if process.popen.poll()), None)
+        if process is None:
+            return None
+        with contextlib.suppress(TransferQueueError):  # the queue may have ended before it
+            tq.get_client().note_exit(process.client_name, *process.exit_text())
+        return process.failure()
 
     def running(self) -> list[ProducerProcess] | None:
         """The processes that have not ended; None if none was started."""
@@ -264,14 +264,18 @@ class ProducerGroup:
         return [process for process in processes if process.popen.poll() is None] if processes else None
 
     def end(self) -> None:
-        """End the running processes: SIGTERM, then SIGKILL. Idempotent; does nothing in a fork."""
+        """End the running processes: SIGTERM, then SIGKILL. Idempotent; does nothing in a fork.
+
+        The queue is told before, so that their end is no finding.
+        """
+        with contextlib.suppress(TransferQueueError):  # the queue may have ended
+            for process in self.running() or ():
+                tq.get_client().note_exit(process.client_name, "ended with its run", planned=True)
         if self._finalizer is not None:
             self._finalizer()
 
 
-def _end(pid: int, processes: list[ProducerProcess]) -> None:
-    if os.getpid() != pid:
-        return
+def _end(processes: list[ProducerProcess]) -> None:
     for process in processes:
         process.signal(signal.SIGTERM)
     for process in processes:

@@ -3,21 +3,23 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import transfer_queue as tq
-from lightning_tq.producers import deadline_after, next_samples, wait_until
 from transfer_queue import (
     BatchMeta,
+    BatchTimeoutError,
     EndOfPartitionError,
     KeysTimeoutError,
     ProducersGoneError,
@@ -26,10 +28,13 @@ from transfer_queue import (
 )
 from transfer_queue.errors import InvalidRequestError
 
+logger = logging.getLogger(__name__)
+
 WEIGHTS_PARTITION = "_weights"
 """Reports don't show it, because its name begins with "_" (``tq.is_internal``)."""
 _FIELDS = ["values", "layout"]
 _ALIGNMENT = 64
+_REPORT_EVERY_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +129,7 @@ class WeightsReader:
             EndOfPartitionError: training has ended, and the last version was returned before.
             BatchTimeoutError: no such version in time.
         """
-        deadline = deadline_after(timeout_s)
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         newest = self._newest()
         while newest is not None or self.version < least:
             loaded = self._load(newest or self._wait(least, deadline))
@@ -144,31 +149,35 @@ class WeightsReader:
         return newest
 
     def _wait(self, least: int, deadline: float) -> BatchMeta:
-        def waits_for() -> str:
+        started = time.monotonic()
+        while (meta := self._next(max(0.0, min(deadline - time.monotonic(), _REPORT_EVERY_S)), least)) is None:
             newest = "none was published yet" if self._weights is None else f"the newest is {self.version}"
             died = " The trainer has died; one that resumes in this queue will publish more." * self._trainer_died
-            return f"weights of version {least} or later; {newest}.{died}"
-
-        advice = " Check that the trainer runs with PublishWeights."
-        return wait_until(deadline, partial(self._next, least=least), waits_for, advice)
+            wanted = f"weights of version {least} or later; {newest}.{died}"
+            now = time.monotonic()
+            if now >= deadline:
+                advice = "Check that the trainer runs with PublishWeights."
+                raise BatchTimeoutError(f"waited {now - started:.1f} s for {wanted} {advice}")
+            logger.warning("waiting for %s", wanted)
+        return meta
 
     def _next(self, wait_s: float, least: int = 0) -> BatchMeta | None:
-        get_meta = partial(self._client.get_meta, _FIELDS, 1, self._partition, task_name=self._task)
+        self._trainer_died = False
         try:
-            meta = next_samples(get_meta, wait_s)
+            meta = self._client.get_meta(_FIELDS, 1, self._partition, task_name=self._task, timeout_s=wait_s)
+        except BatchTimeoutError:
+            return None
         except ProducersGoneError:
             self._trainer_died = True
             return self._next(0.0) if wait_s and self._trainer_came(least, wait_s) else None
-        self._trainer_died = False
-        return meta
+        return meta if meta.size else None  # empty where the queue is in polling mode
 
     def _trainer_came(self, least: int, wait_s: float) -> bool:
         """Wait for another one. Fetches fail at once meanwhile; each version is a key with tags, too."""
-        try:
+        with suppress(KeysTimeoutError):
             self._client.wait_keys(self._partition, f"version >= {max(least, self.version + 1)}", timeout_s=wait_s)
-        except KeysTimeoutError:
-            return False
-        return True
+            return True
+        return False
 
     def _load(self, meta: BatchMeta) -> bool:
         try:

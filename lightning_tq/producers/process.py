@@ -11,7 +11,6 @@ import pickle
 import runpy
 import signal
 import sys
-import threading
 import traceback
 import types
 from collections.abc import Callable
@@ -29,10 +28,8 @@ _PR_SET_PDEATHSIG = 1
 class StartOrder:
     """What a producer process runs."""
 
-    command: list[str] | None
-    """Words of a command; None for a function."""
-    function: str | None
-    """"module:name"; None for a command."""
+    target: list[str] | str
+    """Words of a command, or a function as "module:name"."""
     args: bytes
     """Pickled keyword arguments of the function. They may need ``sys_path`` and the main module to unpickle."""
     worker: int
@@ -59,10 +56,10 @@ class StartOrder:
 def main(order: StartOrder) -> None:
     """Raises what the function raises. The trainer shows the traceback from stderr."""
     _end_with_parent(order.parent)
-    if order.command is not None:
-        os.execvp(order.command[0], order.command)
+    if isinstance(order.target, list):
+        os.execvp(order.target[0], order.target)
     sys.path[:], sys.argv[:] = order.sys_path, order.argv
-    function = _find_function(order)
+    function = _find_function(order, order.target)
     function(**pickle.loads(order.args), **_worker_numbers(function, order))
     import transfer_queue
 
@@ -83,38 +80,28 @@ def _refusal(happened: str) -> str:
 
 
 def _end_with_parent(parent: int) -> None:
-    """End when the parent does, even if it is killed. On Linux, when its thread does that started this process."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # also applies after exec
-    else:
-        threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+    """End when the parent's thread does that started this process, also if it is killed."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # also applies after exec
     if os.getppid() != parent:  # it ended before this process could notice
         os._exit(1)
 
 
-def _watch_parent(parent: int) -> None:
-    never = threading.Event()
-    while not never.wait(1.0):
-        if os.getppid() != parent:
-            os._exit(1)
-
-
-def _find_function(order: StartOrder) -> Callable[..., Any]:
-    module, _, name = str(order.function).partition(":")
-    found: Any = _main_module(order) if module == "__main__" else importlib.import_module(module)
+def _find_function(order: StartOrder, path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    found: Any = _main_module(order, path) if module == "__main__" else importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
     if not callable(found):
-        raise TypeError(f"producer target {order.function!r} is {found!r}, which is not a function.")
+        raise TypeError(f"producer target {path!r} is {found!r}, which is not a function.")
     return found  # type: ignore[no-any-return]
 
 
-def _main_module(order: StartOrder) -> types.ModuleType:
+def _main_module(order: StartOrder, path: str) -> types.ModuleType:
     """The trainer's main program, run under another name so that its ``if __name__ == "__main__"`` block is skipped."""
     module = types.ModuleType("__mp_main__")
     port = os.environ.get(_PORT)
     # With such a port a process group that the program starts fails at once. Otherwise it would wait for other ranks.
-    os.environ.update({IMPORTING_MAIN: str(order.function), _PORT: "-1"})
+    os.environ.update({IMPORTING_MAIN: path, _PORT: "-1"})
     try:
         if order.main_name is not None:
             names = runpy.run_module(order.main_name, run_name="__mp_main__", alter_sys=True)

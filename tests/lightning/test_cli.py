@@ -171,8 +171,10 @@ def test_a_data_section_may_name_a_subclass(
     conf = OmegaConf.load(path)
     conf.data = {"class_path": "mydata.Mine", "init_args": {**conf.data, "val": None}}
     OmegaConf.save(conf, path)
-    for options in ([], ["--data.init_args.val=null"]):
-        assert lightning_tq(["fit", "-c", path, *options]) == 0
+    within = tmp_path / "within.yaml"
+    OmegaConf.save(OmegaConf.create({"fit": conf}), within)
+    for words in (["fit", "-c", path], ["fit", "-c", path, "--data.init_args.val=null"], ["-c", str(within), "fit"]):
+        assert lightning_tq(words) == 0
         assert "mine" in capsys.readouterr().out
 
 

@@ -19,7 +19,7 @@ from recorders import Recorder
 from tensordict import TensorDict
 
 from lightning_tq import TQBatch, TQDataModule
-from lightning_tq.device_copies import DeviceCopies, DeviceCopy, SideStream, device_copies
+from lightning_tq.device_copies import DeviceCopy, SideStream, device_copies
 from lightning_tq.trainer_compat import changes_batches
 from tests.lightning.conftest import stream
 from transfer_queue import BatchMeta
@@ -146,7 +146,7 @@ def test_a_batch_gives_the_copy_that_was_started_once_and_only_for_its_device(ba
 
 
 def test_a_batch_travels_between_processes_without_its_copy(batch: TQBatch) -> None:
-    batch.copy_ahead(DeviceCopies(CPU))
+    batch.copy_ahead(SideStream(CPU))
     again = pickle.loads(pickle.dumps(batch))
     assert torch.equal(again.to("cpu").data["x"], batch.data["x"])
 
@@ -154,7 +154,7 @@ def test_a_batch_travels_between_processes_without_its_copy(batch: TQBatch) -> N
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 def test_ragged_and_nested_fields_are_not_copied_ahead(layout: Any) -> None:
     ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
-    copies = DeviceCopies(CPU)
+    copies = SideStream(CPU)
     assert copies.start(TensorDict({"x": ragged}, batch_size=[2])) is None
     assert copies.start(TensorDict({"x": {"y": torch.ones(2)}}, batch_size=[2])) is None
     batch = TQBatch(TensorDict({"x": ragged}, batch_size=[2]), BatchMeta([0, 1], ["train"] * 2))
@@ -165,7 +165,7 @@ def test_ragged_and_nested_fields_are_not_copied_ahead(layout: Any) -> None:
 # ---- a fit with copies ahead is the same fit ----
 
 
-class Counting(DeviceCopies):
+class Counting(SideStream):
     """Copies to the CPU. Writes down the first row of each batch."""
 
     def __init__(self) -> None:
@@ -184,7 +184,7 @@ class Counting(DeviceCopies):
 class CopiesAhead(Callback):
     """Gives the train stream copies to the CPU, as it has them to an accelerator."""
 
-    def __init__(self, copies: DeviceCopies | None = None) -> None:
+    def __init__(self, copies: SideStream | None = None) -> None:
         self.copies = copies or Counting()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

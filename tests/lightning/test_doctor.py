@@ -89,7 +89,7 @@ def test_it_looks_at_the_queue_that_it_is_given_and_reports_by_its_exit_code(tmp
     finally:
         tq.close()
     assert [code for code, _, _ in said] == [1, 1]
-    assert "PROBLEM  the queue's memory is 4000.0 TiB, but" in said[0][1]
+    assert "PROBLEM  the queue's memory is 4000 TiB, but" in said[0][1]
     assert "PROBLEM  no queue at ipc:///nowhere/controller: there is no such socket" in said[1][1]
     assert f"fine     queue {address}: 4 samples in 1 partition" in named[1]
     assert "fine     memory: 64.0 MiB of" in named[1]

@@ -165,7 +165,7 @@ def test_a_producer_of_a_spawned_process_is_found_in_the_main_program() -> None:
     def produce() -> None: ...
 
     produce.__module__, produce.__qualname__ = "__mp_main__", "produce"  # as ``multiprocessing`` names them
-    assert Producer(target=produce).start_order(0).function == "__main__:produce"
+    assert Producer(target=produce).start_order(0).target == "__main__:produce"
 
 
 def test_producers_have_names_and_the_programs_arguments_but_nothing_of_its_rank(

@@ -17,27 +17,27 @@ from torch.utils.data import DataLoader
 
 from lightning_tq import TQDataModule
 from lightning_tq.callbacks import fit_report
-from lightning_tq.callbacks.fit_report import TrainingClock
+from lightning_tq.callbacks.fit_report import FitReport
 from tests.lightning.conftest import stream
 
 Make = Callable[..., TQDataModule]
 MakeTrainer = Callable[..., Trainer]
 
 
-def test_the_clock_leaves_out_pauses_and_earlier_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_leaves_out_validation_and_earlier_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(fit_report.time, "perf_counter", lambda: now)
-    clock = TrainingClock()
-    clock.pause()  # the sanity check, before training
-    clock.restart(7.0)
-    now = 110.0
-    clock.pause()
-    now = 150.0
-    clock.resume()
-    clock.resume()
-    now = 160.0
-    assert clock.read(12.0) == (20.0, 5.0)
-    assert clock.read(99.0) == (20.0, 20.0)  # no more than all of it
+    report, training = FitReport(), (Trainer(logger=False), Recorder())
+    now = 105.0
+    first = report.read(7.0)
+    now = 115.0
+    report.on_validation_start(*training)
+    now = 155.0
+    report.on_validation_end(*training)
+    report.on_validation_end(*training)
+    now = 165.0
+    assert report.read(12.0).since(first) == (20.0, 5.0)
+    assert report.read(99.0).since(first) == (20.0, 20.0)  # no more than all of it
 
 
 def report_of(caplog: pytest.LogCaptureFixture) -> str:

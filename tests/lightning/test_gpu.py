@@ -20,7 +20,7 @@ from recorders import Recorder
 from tensordict import TensorDict
 
 from lightning_tq import FabricLoader, PublishWeights, TQBatch, TQDataModule, Weights, WeightsReader
-from lightning_tq.device_copies import DeviceCopies, DeviceCopy, SideStream
+from lightning_tq.device_copies import DeviceCopy, SideStream
 from tests.lightning.conftest import stream
 from transfer_queue import BatchMeta, TransferQueueClient
 
@@ -59,13 +59,13 @@ def hold_up(side: SideStream, share: float = 1.0) -> None:
         spend_time(share)
 
 
-class Late(DeviceCopies):
+class Late(SideStream):
     """Each copy starts late."""
 
     share = 1.0
 
     def start(self, data: TensorDict) -> DeviceCopy | None:
-        hold_up(self._side, self.share)
+        hold_up(self, self.share)
         return super().start(data)
 
 
@@ -141,7 +141,7 @@ def test_a_pinned_buffer_is_reused_after_its_copy_and_not_before(device: torch.d
 
 def test_memory_of_the_device_is_not_reused_while_a_step_reads_it(device: torch.device) -> None:
     """The host drops each batch long before the step has read it, and the next copy wants as much memory."""
-    copies, batches, sums = DeviceCopies(device), [pinned(seed) for seed in range(8)], []
+    copies, batches, sums = SideStream(device), [pinned(seed) for seed in range(8)], []
     for _ in range(2):  # the second time, no memory has to be made
         for batch in batches:
             batch.copy_ahead(copies)

@@ -31,7 +31,6 @@ def test_a_rank_learns_that_the_queue_of_its_run_has_ended(data: Callable[..., T
     client = data(train=stream()).client
     client.watch_run("run", "rank 1", opens=True)
     members = RunMembers(client, "run", rank=1)
-    members.start()
     servers = own_processes()
     for server in servers:
         server.kill()

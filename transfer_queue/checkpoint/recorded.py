@@ -38,14 +38,12 @@ if TYPE_CHECKING:
 
     from transfer_queue.client import TransferQueueClient
 
-_MOST_OPEN = 2
-"""Directories that stay open. Ranks of one round are in one of them, and the next round may be in the next."""
-
 
 class _Directory:
     """One directory. A control plane of its own describes the batches, so metadata is as the queue gave it."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         opened, restored = Opened(path), Restored(PlaneState(PlaneConfig(), Calls()), 0, 0.0)
         if opened.values is None:
             raise CheckpointError(f"{path} has no values, so it is no part of a record.")
@@ -116,20 +114,17 @@ class RecordedBatches:
             CheckpointError: a file of it is damaged.
         """
         self.directory = Path(directory)
-        self.rounds: dict[tuple[str, int], list[int | None]] = {}
-        """By (partition, batch), in the order in which they were given, the ranks that got a share."""
-        self._where: dict[tuple[str, int | None, int], Path] = {}
-        self._open: dict[Path, _Directory] = {}
+        self.rounds: dict[tuple[str, int], dict[int | None, Path]] = {}
+        """By (partition, batch), in the order in which they were given, the ranks that got a share, and where it is."""
+        self._open: _Directory | None = None
         self._dp_sizes: set[int] = set()
         self._layout, self._allow_pickle = "dense", False
         for path in sorted(path for path in self.directory.glob("[0-9]*") if is_checkpoint(path)):
             with reading(path):
                 for partition, batch in Opened(path).state.batches():
-                    ranks = self.rounds.setdefault((partition, batch.batch_index), [])
-                    ranks += [] if batch.rank in ranks else [batch.rank]
-                    self._dp_sizes.add(batch.dp_size or 0)
                     # A run that resumed from a checkpoint was given a batch again: the last time counts.
-                    self._where[partition, batch.rank, batch.batch_index] = path
+                    self.rounds.setdefault((partition, batch.batch_index), {})[batch.rank] = path
+                    self._dp_sizes.add(batch.dp_size or 0)
         if not self.rounds:
             raise CheckpointNotFoundError(f"no record at {directory}: lightning-tq record has written nothing there.")
 
@@ -145,7 +140,7 @@ class RecordedBatches:
             InvalidRequestError: it can't; the text says what was recorded.
         """
         (partition, index), ranks = next(iter(self.rounds.items()))
-        _, meta = self.read(partition, ranks[0], index)
+        _, meta = self.read(partition, next(iter(ranks)), index)
         lacking = sorted(set(fields) - set(meta.field_names))
         problem = ""
         if self._dp_sizes - {0, dp_size}:
@@ -183,8 +178,7 @@ class RecordedBatches:
     def get_heads(self, meta: BatchMeta, fields: Sequence[str] | None = None, layout: str = "dense") -> TensorDict:
         """As the client's verb of this name, for a batch of this record."""
         partition, heads = meta.partition_ids[0], np.array(list(dict.fromkeys(meta.heads or ())), np.int64)
-        rank = self.rounds[partition, meta.batch_index or 0][0]
-        saved = self._saved(self._path(partition, rank, meta.batch_index or 0))
+        saved = self._saved(next(iter(self.rounds[partition, meta.batch_index or 0].values())))
         return saved.values(saved.meta(partition, heads, fields), layout, self._allow_pickle)
 
     def __call__(
@@ -197,10 +191,10 @@ class RecordedBatches:
         return self.read(partition_id, sampling_config["dp_rank"], batch_index, data_fields)
 
     def _path(self, partition: str, rank: int | None, batch_index: int) -> Path:
-        found = self._where.get((partition, rank, batch_index))
+        found = self.rounds.get((partition, batch_index), {}).get(rank)
         if found is not None:
             return found
-        there = [index for name, own, index in self._where if (name, own) == (partition, rank)]
+        there = [index for (name, index), ranks in self.rounds.items() if name == partition and rank in ranks]
         if there and batch_index > max(there):
             raise EndOfPartitionError(f"the record {self.directory} of {partition!r} ends with batch {max(there)}.")
         known = f"batches of it from {min(there)} to {max(there)}" if there else f"partitions {self.partitions}"
@@ -210,10 +204,9 @@ class RecordedBatches:
         )
 
     def _saved(self, path: Path) -> _Directory:
-        if path not in self._open:
-            self._open = dict(list(self._open.items())[1 - _MOST_OPEN :])
-            self._open[path] = _Directory(path)
-        return self._open[path]
+        if self._open is None or self._open.path != path:  # all ranks of a round are in one, and rounds in order
+            self._open = _Directory(path)
+        return self._open
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": {}}  # a worker process maps the files itself
+        return {**self.__dict__, "_open": None}  # a worker process maps the files itself
