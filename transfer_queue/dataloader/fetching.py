@@ -8,7 +8,7 @@ import inspect
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -16,11 +16,11 @@ from transfer_queue import protocol as p
 from transfer_queue.client import TransferQueueClient
 from transfer_queue.client.get import FetchedBatch, fetch_request
 from transfer_queue.config import environment_number
-from transfer_queue.dataloader.batch_stream import Fetched, Requested
+from transfer_queue.dataloader.batch_stream import Requested
 from transfer_queue.diagnosis import Finding, not_ready
 from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError, InvalidRequestError, QueueUnreachableError
 from transfer_queue.metadata import BatchMeta
-from transfer_queue.transport.blocking import PendingCall, run_blocking
+from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.utils.logging_utils import get_logger
 
 logger = get_logger(__name__)
@@ -76,46 +76,6 @@ def default_fetch_batch_fn(
     return (tq_client.get_data(meta), meta) if meta.size else (None, meta)
 
 
-class _QueueBatch:
-    """A batch that the queue returned."""
-
-    def __init__(self, fetcher: BatchFetcher, batch_index: int, batch: FetchedBatch) -> None:
-        self._fetcher = fetcher
-        self._index = batch_index
-        self._batch = batch
-
-    def open(self) -> tuple[Any, BatchMeta]:
-        """Values that were lost with a storage unit are waited for until their producers have put them again."""
-        last_text = ""
-        while True:
-            try:
-                return self._fetcher.client.take(self._batch), self._batch.meta
-            except QueueUnreachableError as error:
-                if str(error) != last_text:  # it may take some tries until the controller misses the unit, too
-                    last_text = str(error)
-                    logger.warning("batch %d can't be read, and is requested again: %s", self._index, last_text)
-                again = None if self._fetcher.pause(_LOST_S) else _FromQueue(self._fetcher, self._index).answer()
-                if again is None:
-                    raise
-                self._batch = again
-
-    def close(self) -> None:
-        run_blocking(self._batch.close())
-
-
-class _FunctionBatch(NamedTuple):
-    """A batch that a user's function returned."""
-
-    data: Any
-    meta: BatchMeta
-
-    def open(self) -> tuple[Any, BatchMeta]:
-        return self.data, self.meta
-
-    def close(self) -> None:
-        """There is nothing to release."""
-
-
 class _Stopped(Exception):
     """The stream is to stop while it waits."""
 
@@ -137,56 +97,19 @@ class BatchFetcher:
         self.spec = spec
         self.partition = partition_id
         self.pause = pause
-        self._custom = None if spec.fetch_batch_fn is None else as_fetch(spec.fetch_batch_fn)
-        self._last: str | None = None  # token of the previous batch: its partition may be cleared and created again
+        self.custom = None if spec.fetch_batch_fn is None else as_fetch(spec.fetch_batch_fn)
+        self.last: str | None = None
+        """Token of the previous batch: its partition may be cleared and created again."""
 
     def __call__(self, batch_index: int) -> Requested | None:
         """Request a batch, which must be received before the next request; None: stop."""
         if self.pause(0.0):
             return None
-        return _FromQueue(self, batch_index) if self._custom is None else _FromFunction(self, batch_index)
+        return _FromQueue(self, batch_index) if self.custom is None else _FromFunction(self, batch_index)
 
     def _look(self) -> None:
         if self.pause(0.0):
             raise _Stopped
-
-    def start(self, batch_index: int, wait_s: float, waited_s: float = 0.0) -> PendingCall[FetchedBatch | p.NotReady]:
-        """Start the request, which may wait in the controller for ``wait_s`` seconds."""
-        spec = self.spec
-        fetch = fetch_request(
-            spec.data_fields, spec.batch_size or 0, self.partition, spec.task_name, spec.sampling_config, wait_s
-        )
-        skip = spec.partly_taken[1] if spec.partly_taken is not None and batch_index == spec.partly_taken[0] else 0
-        return self.client.start_fetch_batch(
-            msgspec.structs.replace(
-                fetch,
-                batch_index=batch_index,
-                after=self._last,
-                finite=spec.finite,
-                pass_start=spec.pass_start if spec.finite else None,
-                skip=skip,
-                waited_s=waited_s,
-                trained=spec.pass_start,
-            )
-        )
-
-    def received(self, batch_index: int, batch: FetchedBatch) -> Fetched:
-        """Wrap the queue's answer, and remember its token for the next batch."""
-        self._last = batch.meta.token
-        return _QueueBatch(self, batch_index, batch)
-
-    def call(self, batch_index: int) -> Fetched | None:
-        """Call the user's function once; return None, after a pause, if it has nothing yet."""
-        spec = self.spec
-        assert self._custom is not None
-        asked = (spec.data_fields, spec.batch_size, self.partition, spec.task_name, dict(spec.sampling_config))
-        data, meta = self._custom((self.client, *asked, batch_index))
-        if data is not None:
-            return _FunctionBatch(data, meta)
-        if spec.finite and self.client.check_consumption_status(spec.task_name, self.partition):
-            raise EndOfPartitionError(f"every sample of {self.partition!r} is consumed by {spec.task_name!r}.")
-        self.pause(environment_number("TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL", 0.05))
-        return None
 
 
 class _Wait:
@@ -233,28 +156,65 @@ class _FromQueue:
     def __init__(self, fetcher: BatchFetcher, batch_index: int) -> None:
         self._fetcher = fetcher
         self._index = batch_index
-        wait_s = _Wait(fetcher).left_s()
+        self._batch: FetchedBatch | None = None
+        self._request(_Wait(fetcher).left_s())
+
+    def _request(self, wait_s: float, waited_s: float = 0.0) -> None:
+        """Start the request, which may wait in the controller for ``wait_s`` seconds."""
+        fetcher, spec = self._fetcher, self._fetcher.spec
+        fetch = fetch_request(
+            spec.data_fields, spec.batch_size or 0, fetcher.partition, spec.task_name, spec.sampling_config, wait_s
+        )
+        skip = spec.partly_taken[1] if spec.partly_taken is not None and self._index == spec.partly_taken[0] else 0
         self._parked_until = time.monotonic() + wait_s
-        self._pending = fetcher.start(batch_index, wait_s)
+        self._pending = fetcher.client.start_fetch_batch(
+            msgspec.structs.replace(
+                fetch,
+                batch_index=self._index,
+                after=fetcher.last,
+                finite=spec.finite,
+                pass_start=spec.pass_start if spec.finite else None,
+                skip=skip,
+                waited_s=waited_s,
+                trained=spec.pass_start,
+            )
+        )
 
-    def receive(self) -> Fetched | None:
-        answer = self.answer()
-        return None if answer is None else self._fetcher.received(self._index, answer)
-
-    def answer(self) -> FetchedBatch | None:
-        """The batch; None: stop."""
+    def receive(self) -> bool:
         wait = _Wait(self._fetcher)
         is_news = time.monotonic() < self._parked_until
         with contextlib.suppress(_Stopped):
             while isinstance(answer := self._pending.finish(self._fetcher.look), p.NotReady):
                 if is_news and not wait.goes_on(answer):
-                    return None
-                self._pending, is_news = self._fetcher.start(self._index, wait.left_s(), wait.waited_s()), True
-            return answer
-        return None
+                    return False
+                self._request(wait.left_s(), wait.waited_s())
+                is_news = True
+            self._batch, self._fetcher.last = answer, answer.meta.token
+            return True
+        return False
+
+    def open(self) -> tuple[Any, BatchMeta]:
+        """Values that were lost with a storage unit are waited for until their producers have put them again."""
+        last_text = ""
+        while True:
+            assert self._batch is not None, "received"
+            try:
+                return self._fetcher.client.take(self._batch), self._batch.meta
+            except QueueUnreachableError as error:
+                if str(error) != last_text:  # it may take some tries until the controller misses the unit, too
+                    last_text = str(error)
+                    logger.warning("batch %d can't be read, and is requested again: %s", self._index, last_text)
+                if self._fetcher.pause(_LOST_S) or not self._receive_again():
+                    raise
+
+    def _receive_again(self) -> bool:
+        self._request(_Wait(self._fetcher).left_s())
+        return self.receive()
 
     def close(self) -> None:
         self._pending.close()
+        if self._batch is not None:
+            run_blocking(self._batch.close())
 
 
 class _FromFunction:
@@ -263,13 +223,32 @@ class _FromFunction:
     def __init__(self, fetcher: BatchFetcher, batch_index: int) -> None:
         self._fetcher = fetcher
         self._index = batch_index
+        self._found: tuple[Any, BatchMeta] | None = None
 
-    def receive(self) -> Fetched | None:
+    def receive(self) -> bool:
         wait = _Wait(self._fetcher)
-        while (batch := self._fetcher.call(self._index)) is None:
+        while not self._has_called():
             if not wait.goes_on(None):
-                return None
-        return batch
+                return False
+        return True
+
+    def _has_called(self) -> bool:
+        """Call the user's function once. False, after a pause, if it has nothing yet."""
+        fetcher, spec = self._fetcher, self._fetcher.spec
+        assert fetcher.custom is not None
+        asked = (spec.data_fields, spec.batch_size, fetcher.partition, spec.task_name, dict(spec.sampling_config))
+        data, meta = fetcher.custom((fetcher.client, *asked, self._index))
+        if data is not None:
+            self._found = data, meta
+            return True
+        if spec.finite and fetcher.client.check_consumption_status(spec.task_name, fetcher.partition):
+            raise EndOfPartitionError(f"every sample of {fetcher.partition!r} is consumed by {spec.task_name!r}.")
+        fetcher.pause(environment_number("TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL", 0.05))
+        return False
+
+    def open(self) -> tuple[Any, BatchMeta]:
+        assert self._found is not None, "received"
+        return self._found
 
     def close(self) -> None:
         """There is nothing to release."""

@@ -158,7 +158,7 @@ def test_a_waiting_stream_reports_at_its_interval_what_it_waits_for():
     stop = iter([False, False, True])
     spec = StreamSpec(["reward"], 4, "actor", {}, report_every_s=0.0)
     try:
-        assert BatchFetcher(Client(NOT_READY), spec, "train@3", lambda seconds: next(stop))(0).receive() is None
+        assert BatchFetcher(Client(NOT_READY), spec, "train@3", lambda seconds: next(stop))(0).receive() is False
     finally:
         module.logger.removeHandler(heard)
     said = (
@@ -172,8 +172,9 @@ def test_a_users_function_that_has_nothing_is_asked_again_after_a_pause():
     answers = [(None, BatchMeta.empty()), (None, None), ({"anything": 1}, "meta")]
     pauses = []
     spec = StreamSpec(["a"], 4, "actor", {}, fetch_batch_fn=lambda batch_index: answers.pop(0))
-    fetch = BatchFetcher(Client(), spec, "p", lambda seconds: bool(seconds and pauses.append(seconds)))
-    assert fetch(0).receive() == ({"anything": 1}, "meta")
+    asked = BatchFetcher(Client(), spec, "p", lambda seconds: bool(seconds and pauses.append(seconds)))(0)
+    assert asked.receive()
+    assert asked.open() == ({"anything": 1}, "meta")
     assert pauses == [0.05, 0.05]
 
 
