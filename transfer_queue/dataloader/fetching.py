@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -81,22 +82,20 @@ class _Stopped(Exception):
 
 
 class BatchFetcher:
-    """Requests batches of one partition by index. ``pause(seconds)`` waits, and returns True to stop."""
+    """Requests batches of one partition by index, until ``should_stop`` returns True."""
 
     def __init__(
         self,
         client: TransferQueueClient,
         spec: StreamSpec,
         partition_id: str,
-        pause: Callable[[float], bool],
-        may_stop: bool = True,
+        should_stop: Callable[[], bool] | None = None,
     ) -> None:
-        """``may_stop`` False: ``pause`` always returns False."""
-        self.look = self._look if may_stop else None
+        self.look = None if should_stop is None else self._look
         self.client = client
         self.spec = spec
         self.partition = partition_id
-        self.pause = pause
+        self._should_stop = should_stop or (lambda: False)
         self.custom = None if spec.fetch_batch_fn is None else as_fetch(spec.fetch_batch_fn)
         self.last: str | None = None
         """Token of the previous batch: its partition may be cleared and created again."""
@@ -107,8 +106,14 @@ class BatchFetcher:
             return None
         return _FromQueue(self, batch_index) if self.custom is None else _FromFunction(self, batch_index)
 
+    def pause(self, seconds: float) -> bool:
+        """Wait. Returns True to stop."""
+        if seconds:
+            threading.Event().wait(seconds)
+        return self._should_stop()
+
     def _look(self) -> None:
-        if self.pause(0.0):
+        if self._should_stop():
             raise _Stopped
 
 

@@ -22,7 +22,6 @@ import torch
 from transfer_queue.storage import recycling
 from transfer_queue.storage.pack import dtype_name, dtype_of, from_bytes
 from transfer_queue.storage.recycling import KEPT_NBYTES, Recycler, Watch, watched
-from transfer_queue.storage.wire import ByteArray
 
 LEAST_NBYTES = 64 * 1024
 """Smaller columns are copied into the message instead."""
@@ -96,9 +95,7 @@ class Segments(Recycler):
             lent: Iterator[tuple[Any, int]] = ((watch.memory, watch.nbytes) for watch in self._watches.values())
             found = (each for each, nbytes in lent if each.first <= begin and end <= each.first + nbytes)
             segment: Any = next(found, None)
-        if segment is None:
-            return None
-        if segment.lent == _SLOTS:
+        if segment is None or segment.lent == _SLOTS:
             return None
         slot, segment.lent = segment.lent, segment.lent + 1
         known, segment.is_known = segment.is_known, True
@@ -209,14 +206,10 @@ def receive(lent: Lent) -> torch.Tensor:
     memory = _mapped[lent.owner, lent.segment]
     dtype = dtype_of(lent.dtype)
     nbytes = torch.Size(lent.shape).numel() * dtype.itemsize
-    return from_bytes(_received(memory, lent.offset, nbytes, lent.slot), dtype, lent.shape)
-
-
-def _received(memory: mmap.mmap, offset: int, nbytes: int, slot: int) -> ByteArray:
-    receipt, whole = watched(memory, offset + nbytes, _Receipt, _release)
-    receipt.at, receipt.mark, receipt.process = len(memory) - _SLOTS + slot, _DROPPED, os.getpid()
+    receipt, whole = watched(memory, lent.offset + nbytes, _Receipt, _release)
+    receipt.at, receipt.mark, receipt.process = len(memory) - _SLOTS + lent.slot, _DROPPED, os.getpid()
     _receipts[id(receipt)] = receipt
-    return whole[offset:]
+    return from_bytes(whole[lent.offset :], dtype, lent.shape)
 
 
 def _release(receipt: _Receipt) -> None:

@@ -9,7 +9,8 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import cache, partial
+from dataclasses import asdict
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -18,12 +19,7 @@ from transfer_queue.client import TransferQueueClient
 from transfer_queue.dataloader.batch_stream import batch_stream
 from transfer_queue.dataloader.bundle import Bundle
 from transfer_queue.dataloader.cursor import Cursor, Start
-from transfer_queue.dataloader.fetching import (
-    BatchFetcher,
-    StreamSpec,
-    as_fetch,
-    default_fetch_batch_fn,
-)
+from transfer_queue.dataloader.fetching import BatchFetcher, StreamSpec, as_fetch, default_fetch_batch_fn
 from transfer_queue.dataloader.segments import take_all_from_segments
 from transfer_queue.dataloader.splitting import chunk_batch_fn, chunk_groups, with_heads
 from transfer_queue.errors import InvalidRequestError
@@ -111,6 +107,10 @@ class StreamingDataset(IterableDataset[Any]):
             ValueError: an invalid size, rank or list of fields.
         """
         super().__init__()
+        numbers = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "dp_size": dp_size}
+        for name, number in numbers.items():
+            if number is not None and number < 1:
+                raise InvalidRequestError(f"{name} must be at least 1, got {number}.")
         _check_sizes(batch_size, micro_batch_size)
         _check_values(dp_rank, dp_size, data_fields, layout)
         self.config = seen_from_here(config) if config is not None else _config_of_this_process()
@@ -131,11 +131,8 @@ class StreamingDataset(IterableDataset[Any]):
         self.head_fields = head_fields
         if fetch_batch_fn is not None:
             as_fetch(fetch_batch_fn)  # raises now rather than at the first batch
-        self.sampling_config: dict[str, Any] = {
-            "dp_rank": dp_rank,
-            "task_name": task_name,
-            **_with_dp_rank(sampling_config or {}),
-        }
+        own = _with_dp_rank(sampling_config or {})
+        self.sampling_config: dict[str, Any] = {"dp_rank": dp_rank, "task_name": task_name, **own}
         if dp_size is not None:
             self.sampling_config["dp_size"] = dp_size
         if where is not None:
@@ -182,8 +179,7 @@ class StreamingDataset(IterableDataset[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the items taken so far, without prefetched ones, as plain data."""
-        where = self.position
-        return {"partition_id": where.partition_id, "batch_index": where.batch_index, "micro_batch": where.micro_batch}
+        return asdict(self.position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after this position with the next iterator.
@@ -243,8 +239,7 @@ class StreamingDataset(IterableDataset[Any]):
         first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
         client, spec = self._own_client(), self._spec(start, stride)
         should_stop = self.should_stop if worker is None else is_over
-        pause = partial(_pause, should_stop or (lambda: False))
-        fetch = BatchFetcher(client, spec, start.partition_id, pause, should_stop is not None)
+        fetch = BatchFetcher(client, spec, start.partition_id, should_stop)
         with closing(batch_stream(fetch, start.batch_index + first, stride, self.prefetch)) as batches:
             for batch_index, data, meta in batches:
                 rest = (
@@ -306,13 +301,6 @@ class StreamingDataset(IterableDataset[Any]):
         return {**self.__dict__, "_client": None, "should_stop": None}
 
 
-def _pause(should_stop: Callable[[], bool], seconds: float) -> bool:
-    """Wait before a user's fetch function is called again. Returns True to stop."""
-    if seconds:
-        threading.Event().wait(seconds)
-    return should_stop()
-
-
 @cache
 def _end_with_loader() -> None:
     """End this worker soon after its loader's process ends.
@@ -343,10 +331,6 @@ def _close_in_process(client: TransferQueueClient, pid: int) -> None:
 
 
 def _check_sizes(batch_size: int | None, micro_batch_size: int | None) -> None:
-    if batch_size is not None and batch_size < 1:
-        raise InvalidRequestError(f"batch_size must be at least 1, got {batch_size}.")
-    if micro_batch_size is not None and micro_batch_size < 1:
-        raise InvalidRequestError(f"micro_batch_size must be at least 1, got {micro_batch_size}.")
     if batch_size is None:
         return
     if micro_batch_size is None:
@@ -358,8 +342,6 @@ def _check_sizes(batch_size: int | None, micro_batch_size: int | None) -> None:
 def _check_values(dp_rank: int, dp_size: int | None, data_fields: Sequence[str] | str, layout: str | None) -> None:
     if dp_rank < 0:
         raise InvalidRequestError(f"dp_rank must be at least 0, got {dp_rank}.")
-    if dp_size is not None and dp_size < 1:
-        raise InvalidRequestError(f"dp_size must be at least 1, got {dp_size}.")
     if dp_size is not None and dp_rank >= dp_size:
         raise InvalidRequestError(f"dp_rank {dp_rank} with dp_size {dp_size}: ranks go from 0 to {dp_size - 1}.")
     if not data_fields:
