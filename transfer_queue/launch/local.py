@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -144,11 +145,13 @@ class LocalQueue:
         from transfer_queue.server.main import open_front
 
         server = SocketServer(self.address)
-        front, listening, close = open_front(server, orders, sampler)
+        with ExitStack() as opened:
+            front, listening = open_front(server, orders, sampler, opened)
+            ending = opened.pop_all()
 
         def serve() -> None:
-            server.serve(front)
-            close()
+            with ending:
+                server.serve(front)
 
         thread = threading.Thread(target=serve, name="tq-controller", daemon=True)
         self._own_controller.append((server, thread))

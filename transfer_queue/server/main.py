@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from transfer_queue.server.exporter import Exporter
     from transfer_queue.server.front import Front
     from transfer_queue.server.janitor import Janitor
-    from transfer_queue.server.membership import Membership
     from transfer_queue.server.orders import Orders
     from transfer_queue.storage.base import StorageManager
     from transfer_queue.storage.unit.spill import SpillFile
@@ -52,14 +52,12 @@ def main(orders: Orders, ready: Callable[[str | None, str | None], None]) -> Non
 
     server = SocketServer(orders.address)
     _stop_with(server, orders)
-    front, listening, close = open_front(server, orders, orders.sampler)
-    ready(listening, front.metrics_endpoint())
-    _collect_rarely()
-    server.serve(front)
-    try:
-        close()
-    finally:
-        _tidy_up(server, orders)
+    with ExitStack() as ending:
+        ending.callback(_tidy_up, server, orders)
+        front, listening = open_front(server, orders, orders.sampler, ending)
+        ready(listening, front.metrics_endpoint())
+        _collect_rarely()
+        server.serve(front)
 
 
 def _tidy_up(server: SocketServer, orders: Orders) -> None:
@@ -70,34 +68,22 @@ def _tidy_up(server: SocketServer, orders: Orders) -> None:
 
 
 def open_front(
-    server: SocketServer, orders: Orders, sampler: str | dict[str, Any] | BaseSampler | None
-) -> tuple[Front, str | None, Callable[[], None]]:
-    """What ``server`` is to serve, the address for other hosts, and what ends the rest once nothing is served any more.
+    server: SocketServer, orders: Orders, sampler: str | dict[str, Any] | BaseSampler | None, ending: ExitStack
+) -> tuple[Front, str | None]:
+    """What ``server`` is to serve, and the address for other hosts.
 
-    ``sampler``: the default one of tasks, where it can't be sent in the orders.
+    Args:
+        sampler: The default one of tasks, where it can't be sent in the orders.
+        ending: Gets what ends the rest once nothing is served any more.
     """
     exporter = _export(orders)
-    try:
-        if exporter is not None:
-            orders = orders.with_endpoint(exporter.endpoint)
-        front, close = _make_front(server, orders, sampler)
-        listening = _listen(server, front, orders)
-        member = _join(server, front, listening, orders)
-    except BaseException:
-        if exporter is not None:
-            exporter.close()
-        raise
-
-    def end() -> None:
-        if exporter is not None:
-            exporter.close()
-        if member is not None:
-            member.leave()
-        close()
-        if member is not None and member.lost is not None and orders.parent is None:  # else its owner knows
-            raise QueueUnreachableError(member.lost)
-
-    return front, listening, end
+    if exporter is not None:
+        ending.callback(exporter.close)
+        orders = orders.with_endpoint(exporter.endpoint)
+    front = _make_front(server, orders, sampler, ending)
+    listening = _listen(server, front, orders)
+    _join(server, front, listening, orders, ending)
+    return front, listening
 
 
 def _export(orders: Orders) -> Exporter | None:
@@ -107,10 +93,8 @@ def _export(orders: Orders) -> Exporter | None:
         return None
     from transfer_queue.server.exporter import ANSWER_S, Exporter, metrics_host
 
-    def client() -> StorageManager:
-        return _storage_client("metrics", orders, None, ANSWER_S)
-
-    return Exporter(metrics_host(config), config.metrics.port, client)
+    host, port = metrics_host(config), config.metrics.port
+    return Exporter(host, port, lambda: _storage_client("metrics", orders, None, ANSWER_S))
 
 
 def _listen(server: SocketServer, front: Front, orders: Orders) -> str | None:
@@ -125,10 +109,10 @@ def _listen(server: SocketServer, front: Front, orders: Orders) -> str | None:
     return address
 
 
-def _join(server: SocketServer, front: Front, listening: str | None, orders: Orders) -> Membership | None:
+def _join(server: SocketServer, front: Front, listening: str | None, orders: Orders, ending: ExitStack) -> None:
     """Make the unit of this process known: to its own controller, or to that of another process."""
     if front.unit is None:
-        return None
+        return
     from transfer_queue.server.membership import Membership, advertised
     from transfer_queue.utils.machine import host_id
 
@@ -137,7 +121,7 @@ def _join(server: SocketServer, front: Front, listening: str | None, orders: Ord
     name, capacity = front.unit.name, orders.capacity_bytes
     if front.plane is not None:
         front.plane.state.units.add_own(name, host_id(), addresses, capacity)
-        return None
+        return
     member = Membership(controller, orders.key_file, name)
 
     def lost() -> None:
@@ -147,14 +131,19 @@ def _join(server: SocketServer, front: Front, listening: str | None, orders: Ord
             shutil.rmtree(orders.directory, ignore_errors=True)  # the owner is a host's own, and may live on
         server.stop()
 
+    def leave() -> None:
+        member.leave()
+        if member.lost is not None and orders.parent is None:  # else its owner knows
+            raise QueueUnreachableError(member.lost)
+
+    ending.callback(leave)
     member.join(addresses, capacity, lost)
-    return member
 
 
 def _make_front(
-    server: SocketServer, orders: Orders, sampler: str | dict[str, Any] | BaseSampler | None
-) -> tuple[Front, Callable[[], None]]:
-    """The handler for this server, and what ends its threads once nothing is served any more."""
+    server: SocketServer, orders: Orders, sampler: str | dict[str, Any] | BaseSampler | None, ending: ExitStack
+) -> Front:
+    """The handler for this server."""
     from transfer_queue.calls import Turn
     from transfer_queue.control.draw import running
     from transfer_queue.control.plane import ControlPlane
@@ -162,30 +151,19 @@ def _make_front(
     from transfer_queue.server.front import Front
     from transfer_queue.server.watchdog import Watchdog
 
-    conf, config = orders.conf, orders.config
     unit = None if orders.unit is None else _unit(server, orders.unit, orders)
-    if not orders.controller:
-        front = Front(conf, None, unit, turn=Turn(time.monotonic))
-        server.turned = front.meter.turn
-        return front, front.close
-
-    def watch(pid: int, namespace: int | None, ended: Callable[[], None]) -> None:
-        server.watch(pid, namespace, ended)
-
-    plane = ControlPlane(plane_config(config, sampler, orders.preallocate))
-    watchdog = Watchdog(running)
-    front = Front(conf, plane, unit, lambda: _janitor(orders), Turn(time.monotonic))
+    plane = ControlPlane(plane_config(orders.config, sampler, orders.preallocate)) if orders.controller else None
+    front = Front(orders.conf, plane, unit, lambda: _janitor(orders), Turn(time.monotonic))
+    ending.callback(front.close)
     server.turned = front.meter.turn
-    front.watch = watch
-    front.alarms, front.disconnect, front.connections = watchdog.alarms, server.disconnect, server.clients
-    if unit is None:
-        front.start_janitor()
-
-    def close() -> None:
-        watchdog.close()
-        front.close()
-
-    return front, close
+    if plane is not None:
+        watchdog = Watchdog(running)
+        ending.callback(watchdog.close)
+        front.watch, front.alarms = server.watch, watchdog.alarms
+        front.disconnect, front.connections = server.disconnect, server.clients
+        if unit is None:
+            front.start_janitor()
+    return front
 
 
 def _unit(server: SocketServer, name: str, orders: Orders) -> StorageUnit:
