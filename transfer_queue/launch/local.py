@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.util import Finalize
@@ -49,14 +49,12 @@ class LocalQueue:
         self._owner = os.getpid()
         self._inline_nbytes = inline_nbytes
         self._hosts = hosts
-        self._directory = short_directory("tq-")  # mode 0700, so only this user reaches the sockets
         self._processes: list[subprocess.Popen[str]] = []
-        self._own_controller: list[tuple[SocketServer, threading.Thread]] = []
-        self._resources: list[Any] = []
-        """What the backend's bootstrap provider has started."""
-        # Unlike atexit alone, this also runs at the end of multiprocessing children.
-        args = (self._owner, self._processes, self._own_controller, self._resources, self._directory)
-        self._finalizer = Finalize(self, end_servers, args=args, exitpriority=10)
+        self._directory = short_directory("tq-")  # mode 0700, so only this user reaches the sockets
+        self._ending = ExitStack()
+        self._ending.callback(remove_directory, self._directory)
+        # Unlike atexit alone, this also runs at the end of multiprocessing children. A fork of the owner runs nothing.
+        self._finalizer = Finalize(self, self._ending.close, exitpriority=10)
         try:
             self.conf = self._start(self._with_backend(conf))
         except BaseException:
@@ -82,7 +80,9 @@ class LocalQueue:
         provider = StorageBootstrapProvider.get_provider(name)
         if provider is not None:
             conf = conf.copy()
-            self._resources.append(provider(conf))
+            started = provider(conf)
+            if hasattr(started, "close"):
+                self._ending.callback(started.close)
         return conf
 
     def _start(self, conf: DictConfig) -> DictConfig:
@@ -100,6 +100,7 @@ class LocalQueue:
             _log.info(
                 "the queue holds at most %.1f GiB of values (backend.SimpleStorage.memory)", (memory or 0) / 2**30
             )
+        self._ending.callback(end_servers, self._processes)
         units = {f"unit{n}": self._socket(_CONTROLLER if together else f"unit{n}") for n in range(count)}
         apart = {} if together else units
         first = None if sampler is None else self._spawn()
@@ -154,14 +155,13 @@ class LocalQueue:
                 server.serve(front)
 
         thread = threading.Thread(target=serve, name="tq-controller", daemon=True)
-        self._own_controller.append((server, thread))
         thread.start()
+        self._ending.callback(_end_thread, server, thread)
         return listening
 
     def close(self) -> None:
         """End the servers. Idempotent; does nothing in a fork of the owner."""
-        if self.is_owner:
-            self._finalizer()
+        self._finalizer()
 
 
 def warn_of_memory(nbytes: int | None) -> None:
@@ -205,33 +205,19 @@ def keys_for(config: FullConfig, directory: str) -> str | None:
     return path
 
 
-def end_servers(
-    owner: int,
-    processes: list[subprocess.Popen[str]],
-    own_controller: list[tuple[SocketServer, threading.Thread]],
-    resources: list[Any],
-    directory: str,
-) -> None:
-    """End what the process ``owner`` has started, in order. Does nothing in a fork of it."""
-    if os.getpid() != owner:
-        return
-    for server, thread in own_controller:
-        if thread.is_alive():
-            server.stop()
-            thread.join(_STOP_TIMEOUT_S)
-    own_controller.clear()
-    # The controller was started first and ends first, because it still reports ended clients to the units.
+def _end_thread(server: SocketServer, thread: threading.Thread) -> None:
+    server.stop()
+    thread.join(_STOP_TIMEOUT_S)
+
+
+def end_servers(processes: Sequence[subprocess.Popen[str]]) -> None:
+    """End the first one, then the others, because the controller still reports ended clients to the units."""
     for together in (processes[:1], processes[1:]):
         for process in together:
             process.terminate()
         for process in together:
-            _await_end(process)
-    processes.clear()
-    for resource in resources:
-        if hasattr(resource, "close"):
-            resource.close()
-    resources.clear()
-    remove_directory(directory)
+            with process:  # which closes its pipes
+                _await_end(process)
 
 
 def _await_end(process: subprocess.Popen[str]) -> None:
@@ -239,10 +225,6 @@ def _await_end(process: subprocess.Popen[str]) -> None:
         process.wait(_STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            pipe.close()
 
 
 def send_orders(process: subprocess.Popen[str], orders: Orders) -> None:

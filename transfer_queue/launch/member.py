@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
+from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
 
-from transfer_queue.launch.directories import short_directory
+from transfer_queue.launch.directories import remove_directory, short_directory
 from transfer_queue.launch.local import await_ready, end_servers, send_orders, spawn_server
 from transfer_queue.launch.serve import member_orders
 from transfer_queue.utils.machine import pid_namespace
@@ -36,21 +36,23 @@ class MemberServer:
             QueueUnreachableError: no controller answers at ``join``.
         """
         directory = short_directory("tq-")
-        processes: list[subprocess.Popen[str]] = []
-        self._finalizer = Finalize(self, end_servers, args=(os.getpid(), processes, [], [], directory), exitpriority=10)
+        ending = ExitStack()
+        ending.callback(remove_directory, directory)
+        self._finalizer = Finalize(self, ending.close, exitpriority=10)
         try:
             conf.key_file = private_key_file(directory, keys)
             orders = replace(
                 member_orders(conf, join, directory), unit=name, capacity_bytes=capacity_nbytes,
                 parent=os.getpid(), pid_namespace=pid_namespace(),
             )  # fmt: skip
-            processes.append(spawn_server(directory))
-            send_orders(processes[0], orders)
-            self.address: str = await_ready(processes[0])["listening"]
+            process = spawn_server(directory)
+            ending.callback(end_servers, [process])
+            send_orders(process, orders)
+            self.address: str = await_ready(process)["listening"]
         except BaseException:
             self.close()
             raise
-        self.pid = processes[0].pid
+        self.pid = process.pid
 
     def close(self) -> None:
         """End it; its values are gone. Idempotent."""

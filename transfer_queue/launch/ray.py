@@ -127,7 +127,7 @@ class RayQueue:
         self.listen: str | None = connection["remote"]
         self.address, self.key_file = _reachable(connection)
         directory = None if self.key_file is None else os.path.dirname(self.key_file)
-        self._finalizer = Finalize(self, _remove, args=(self._pid, directory), exitpriority=10)
+        self._finalizer = None if directory is None else Finalize(self, remove_directory, [directory], exitpriority=10)
 
     @property
     def is_started_here(self) -> bool:
@@ -186,7 +186,8 @@ class RayQueue:
     def close(self) -> None:
         """End what this process has started; a queue that it has found goes on. Idempotent, never raises."""
         if self.is_owner:
-            self._finalizer()
+            if self._finalizer is not None:
+                self._finalizer()
             self._end_started()
 
     def _end_started(self) -> None:
@@ -253,8 +254,3 @@ def _reachable(connection: dict[str, Any]) -> tuple[str, str | None]:
     if connection["public_key"] is None:
         return connection["remote"], None
     return connection["remote"], private_key_file(short_directory("tq-"), (connection["public_key"], ""))
-
-
-def _remove(owner: int, directory: str | None) -> None:
-    if directory is not None and os.getpid() == owner:
-        remove_directory(directory)
