@@ -306,7 +306,7 @@ def test_balanced_shares_of_two_ranks(queue, client, name):
         ({"fields": []}, "at least one field"),
         ({"rank": -1}, "dp_rank must be at least 0"),
         ({"rank": 2, "dp_size": 2}, "dp_rank 2 with dp_size 2"),
-        ({"fetch_batch_fn": lambda: None}, "neither by name nor by position"),
+        ({"fetch_batch_fn": lambda: None}, "is called by name"),
         ({"layout": "square"}, "layout"),
     ],
 )

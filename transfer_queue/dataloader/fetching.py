@@ -241,8 +241,9 @@ class _FromFunction:
         """Call the user's function once. False, after a pause, if it has nothing yet."""
         fetcher, spec = self._fetcher, self._fetcher.spec
         assert fetcher.custom is not None
-        asked = (spec.data_fields, spec.batch_size, fetcher.partition, spec.task_name, dict(spec.sampling_config))
-        data, meta = fetcher.custom((fetcher.client, *asked, self._index))
+        config = dict(spec.sampling_config)
+        asked = (spec.data_fields, spec.batch_size, fetcher.partition, spec.task_name, config, self._index)
+        data, meta = fetcher.custom(dict(zip(_ARGUMENTS, (fetcher.client, *asked), strict=True)))
         if data is not None:
             self._found = data, meta
             return True
@@ -259,35 +260,22 @@ class _FromFunction:
         """There is nothing to release."""
 
 
-def as_fetch(function: Callable[..., Any]) -> Callable[[tuple[Any, ...]], Any] | None:
-    """Adapt the user's function: by parameter names, else in the documented order. None: it is the default function.
+def as_fetch(function: Callable[..., Any]) -> Callable[[Mapping[str, Any]], Any] | None:
+    """Adapt the user's function: it gets those of the arguments that it names. None: it is the default function.
 
     Raises:
-        ValueError: it can't be called either way.
+        ValueError: it can't be called by these names.
     """
     if function is default_fetch_batch_fn:
         return None
     signature = inspect.signature(function)
-    parameters = signature.parameters.values()
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    named = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
-    names = [name for name in _ARGUMENTS if takes_any or name in named]
-    if names and _binds(signature, **dict.fromkeys(names)):
-        chosen = frozenset(names)
-        return lambda values: function(
-            **{name: value for name, value in zip(_ARGUMENTS, values, strict=True) if name in chosen}
-        )
-    if _binds(signature, *_ARGUMENTS):
-        return lambda values: function(*values)
-    raise InvalidRequestError(
-        f"fetch_batch_fn has the parameters {signature}, so it can be called neither by name nor by position. It gets "
-        f"{', '.join(_ARGUMENTS)}: take those by these names (any of them, or **kwargs), or all seven by position."
-    )
-
-
-def _binds(signature: inspect.Signature, *args: Any, **kwargs: Any) -> bool:
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    names = [name for name in _ARGUMENTS if takes_any or name in signature.parameters]
     try:
-        signature.bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
+        signature.bind(**dict.fromkeys(names or _ARGUMENTS))
+    except TypeError as error:
+        raise InvalidRequestError(
+            f"fetch_batch_fn has the parameters {signature}, so it can't be called ({error}). It is called by name "
+            f"with those of {', '.join(_ARGUMENTS)} that it has, or with all of them if it takes **kwargs."
+        ) from None
+    return lambda values: function(**{name: values[name] for name in names})
