@@ -25,19 +25,15 @@ from transfer_queue.storage import pack, unpack
 _LOOK_EVERY_S = 0.25
 
 
-def identity(batch: Any) -> Any:
-    """The default collate function, at module level so that spawned workers can import it."""
-    return batch
-
-
 class _PerItem:
     """Applies the user's collate function to the items of a bundle, and packs the bundle in a worker."""
 
-    def __init__(self, function: Callable[[Any], Any]) -> None:
+    def __init__(self, function: Callable[[Any], Any] | None) -> None:
         self.function = function
 
     def __call__(self, bundle: Bundle) -> Bundle | Packed:
-        collated = replace(bundle, items=[self.function(item) for item in bundle.items])
+        items = bundle.items if self.function is None else [self.function(item) for item in bundle.items]
+        collated = replace(bundle, items=items)
         return collated if get_worker_info() is None else collated.packed()
 
 
@@ -84,7 +80,7 @@ class StreamingDataLoader(DataLoader[Any]):
             dataset,
             batch_size=None,
             num_workers=num_workers,
-            collate_fn=collate_fn if isinstance(collate_fn, _PerItem) else _PerItem(collate_fn or identity),
+            collate_fn=collate_fn if isinstance(collate_fn, _PerItem) else _PerItem(collate_fn),
             pin_memory=pin_memory,
             worker_init_fn=worker_init_fn,
             multiprocessing_context=multiprocessing_context,
