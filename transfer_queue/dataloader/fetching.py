@@ -32,24 +32,6 @@ _LOST_S = 1.0
 _ARGUMENTS = ("tq_client", "data_fields", "batch_size", "partition_id", "task_name", "sampling_config", "batch_index")
 
 
-@dataclass(frozen=True, slots=True)
-class StreamSpec:
-    """What a stream asks for with every batch."""
-
-    data_fields: list[str]
-    batch_size: int | None
-    task_name: str
-    sampling_config: Mapping[str, Any]
-    finite: bool = False
-    timeout_s: float | None = None
-    report_every_s: float = 30.0
-    fetch_batch_fn: Callable[..., Any] | None = None
-    partly_taken: tuple[int, int] | None = None
-    """(batch, rows of it that were already taken): only the remaining rows are requested."""
-    pass_start: int | None = None
-    """The first batch of this pass: those before it were trained. All readers of a pass get the same end of stream."""
-
-
 def default_fetch_batch_fn(
     tq_client: TransferQueueClient,
     data_fields: list[str],
@@ -81,24 +63,31 @@ class _Stopped(Exception):
     """The stream is to stop while it waits."""
 
 
+@dataclass
 class BatchFetcher:
-    """Requests batches of one partition by index, until ``should_stop`` returns True."""
+    """Requests batches of one partition by index."""
 
-    def __init__(
-        self,
-        client: TransferQueueClient,
-        spec: StreamSpec,
-        partition_id: str,
-        should_stop: Callable[[], bool] | None = None,
-    ) -> None:
-        self.look = None if should_stop is None else self._look
-        self.client = client
-        self.spec = spec
-        self.partition = partition_id
-        self._should_stop = should_stop or (lambda: False)
-        self.custom = None if spec.fetch_batch_fn is None else as_fetch(spec.fetch_batch_fn)
-        self.last: str | None = None
-        """Token of the previous batch: its partition may be cleared and created again."""
+    client: TransferQueueClient
+    partition: str
+    data_fields: list[str]
+    batch_size: int | None
+    task_name: str
+    sampling_config: Mapping[str, Any]
+    should_stop: Callable[[], bool] | None = None
+    """Asked now and then; True ends the stream."""
+    finite: bool = False
+    timeout_s: float | None = None
+    report_every_s: float = 30.0
+    fetch_batch_fn: Callable[..., Any] | None = None
+    first: int | None = None
+    """The first batch of this pass: those before it were trained. All readers of a pass get the same end of stream."""
+    taken_rows: int = 0
+    """Rows of the first batch that were already taken: only the remaining ones are requested."""
+    last: str | None = None
+    """Token of the previous batch: its partition may be cleared and created again."""
+
+    def __post_init__(self) -> None:
+        self.custom = None if self.fetch_batch_fn is None else as_fetch(self.fetch_batch_fn)
 
     def __call__(self, batch_index: int) -> Requested | None:
         """Request a batch, which must be received before the next request; None: stop."""
@@ -110,10 +99,10 @@ class BatchFetcher:
         """Wait. Returns True to stop."""
         if seconds:
             threading.Event().wait(seconds)
-        return self._should_stop()
+        return self.should_stop is not None and self.should_stop()
 
-    def _look(self) -> None:
-        if self._should_stop():
+    def look(self) -> None:
+        if self.pause(0.0):
             raise _Stopped
 
 
@@ -122,7 +111,6 @@ class _Wait:
 
     def __init__(self, fetcher: BatchFetcher) -> None:
         self._fetcher = fetcher
-        self._spec = fetcher.spec
         self._began = self._reported = time.monotonic()
 
     def waited_s(self) -> float:
@@ -130,26 +118,26 @@ class _Wait:
 
     def left_s(self) -> float:
         """The longest wait of the next request: up to the next report, which says what it waits for."""
-        now, spec = time.monotonic(), self._spec
-        left = self._reported + spec.report_every_s - now
-        return max(0.0, left if spec.timeout_s is None else min(left, self._began + spec.timeout_s - now))
+        now, timeout_s = time.monotonic(), self._fetcher.timeout_s
+        left = self._reported + self._fetcher.report_every_s - now
+        return max(0.0, left if timeout_s is None else min(left, self._began + timeout_s - now))
 
     def goes_on(self, answer: p.NotReady | None) -> bool:
         """Handle an empty answer. Returns False to stop; raises BatchTimeoutError."""
-        now, spec = time.monotonic(), self._spec
-        if spec.timeout_s is not None and now >= self._began + spec.timeout_s:
+        now, timeout_s = time.monotonic(), self._fetcher.timeout_s
+        if timeout_s is not None and now >= self._began + timeout_s:
             raise BatchTimeoutError(str(self._found(answer, now - self._began)))
-        if now >= self._reported + spec.report_every_s:
+        if now >= self._reported + self._fetcher.report_every_s:
             self._reported = now
             logger.warning("%s", self._found(answer, now - self._began))
         return not self._fetcher.pause(0.0)
 
     def _found(self, answer: p.NotReady | None, waited_s: float) -> Finding:
-        spec, partition = self._spec, self._fetcher.partition
+        task, partition = self._fetcher.task_name, self._fetcher.partition
         if answer is not None:
-            return not_ready(answer, spec.task_name, partition, spec.data_fields, waited_s)
+            return not_ready(answer, task, partition, self._fetcher.data_fields, waited_s)
         return Finding(
-            kind="fetch", what=f"task {spec.task_name!r}", waits_for=f"a batch of {partition!r}", age_s=waited_s,
+            kind="fetch", what=f"task {task!r}", waits_for=f"a batch of {partition!r}", age_s=waited_s,
             held_up_by=("fetch_batch_fn has returned none so far",),
             to_do=("check the producers", "wait longer (timeout_s)"),
         )  # fmt: skip
@@ -166,22 +154,21 @@ class _FromQueue:
 
     def _request(self, wait_s: float, waited_s: float = 0.0) -> None:
         """Start the request, which may wait in the controller for ``wait_s`` seconds."""
-        fetcher, spec = self._fetcher, self._fetcher.spec
+        own = self._fetcher
         fetch = fetch_request(
-            spec.data_fields, spec.batch_size or 0, fetcher.partition, spec.task_name, spec.sampling_config, wait_s
+            own.data_fields, own.batch_size or 0, own.partition, own.task_name, own.sampling_config, wait_s
         )
-        skip = spec.partly_taken[1] if spec.partly_taken is not None and self._index == spec.partly_taken[0] else 0
         self._parked_until = time.monotonic() + wait_s
-        self._pending = fetcher.client.start_fetch_batch(
+        self._pending = own.client.start_fetch_batch(
             msgspec.structs.replace(
                 fetch,
                 batch_index=self._index,
-                after=fetcher.last,
-                finite=spec.finite,
-                pass_start=spec.pass_start if spec.finite else None,
-                skip=skip,
+                after=own.last,
+                finite=own.finite,
+                pass_start=own.first if own.finite else None,
+                skip=own.taken_rows if self._index == own.first else 0,
                 waited_s=waited_s,
-                trained=spec.pass_start,
+                trained=own.first,
             )
         )
 
@@ -189,7 +176,8 @@ class _FromQueue:
         wait = _Wait(self._fetcher)
         is_news = time.monotonic() < self._parked_until
         with contextlib.suppress(_Stopped):
-            while isinstance(answer := self._pending.finish(self._fetcher.look), p.NotReady):
+            look = None if self._fetcher.should_stop is None else self._fetcher.look
+            while isinstance(answer := self._pending.finish(look), p.NotReady):
                 if is_news and not wait.goes_on(answer):
                     return False
                 self._request(wait.left_s(), wait.waited_s())
@@ -239,17 +227,17 @@ class _FromFunction:
 
     def _has_called(self) -> bool:
         """Call the user's function once. False, after a pause, if it has nothing yet."""
-        fetcher, spec = self._fetcher, self._fetcher.spec
-        assert fetcher.custom is not None
-        config = dict(spec.sampling_config)
-        asked = (spec.data_fields, spec.batch_size, fetcher.partition, spec.task_name, config, self._index)
-        data, meta = fetcher.custom(dict(zip(_ARGUMENTS, (fetcher.client, *asked), strict=True)))
+        own = self._fetcher
+        assert own.custom is not None
+        config = dict(own.sampling_config)
+        asked = (own.client, own.data_fields, own.batch_size, own.partition, own.task_name, config, self._index)
+        data, meta = own.custom(dict(zip(_ARGUMENTS, asked, strict=True)))
         if data is not None:
             self._found = data, meta
             return True
-        if spec.finite and fetcher.client.check_consumption_status(spec.task_name, fetcher.partition):
-            raise EndOfPartitionError(f"every sample of {fetcher.partition!r} is consumed by {spec.task_name!r}.")
-        fetcher.pause(environment_number("TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL", 0.05))
+        if own.finite and own.client.check_consumption_status(own.task_name, own.partition):
+            raise EndOfPartitionError(f"every sample of {own.partition!r} is consumed by {own.task_name!r}.")
+        own.pause(environment_number("TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL", 0.05))
         return False
 
     def open(self) -> tuple[Any, BatchMeta]:

@@ -19,7 +19,7 @@ from transfer_queue.client import TransferQueueClient
 from transfer_queue.dataloader.batch_stream import batch_stream
 from transfer_queue.dataloader.bundle import Bundle
 from transfer_queue.dataloader.cursor import Cursor, Start
-from transfer_queue.dataloader.fetching import BatchFetcher, StreamSpec, as_fetch, default_fetch_batch_fn
+from transfer_queue.dataloader.fetching import BatchFetcher, as_fetch, default_fetch_batch_fn
 from transfer_queue.dataloader.segments import take_all_from_segments
 from transfer_queue.dataloader.splitting import chunk_batch_fn, chunk_groups, with_heads
 from transfer_queue.errors import InvalidRequestError
@@ -237,41 +237,37 @@ class StreamingDataset(IterableDataset[Any]):
         """Yield this worker's share of the batches from ``start`` on, until the stream or the iteration ends."""
         worker = get_worker_info()
         first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        client, spec = self._own_client(), self._spec(start, stride)
-        should_stop = self.should_stop if worker is None else is_over
-        fetch = BatchFetcher(client, spec, start.partition_id, should_stop)
+        client, should_stop = self._own_client(), self.should_stop if worker is None else is_over
+        fetch = self._fetcher(client, start, stride, should_stop)
         with closing(batch_stream(fetch, start.batch_index + first, stride, self.prefetch)) as batches:
             for batch_index, data, meta in batches:
-                rest = (
-                    spec.partly_taken is not None
-                    and batch_index == spec.partly_taken[0]
-                    and meta.size < (self.batch_size or 0)
-                )
+                is_rest = fetch.taken_rows and batch_index == start.batch_index and meta.size < (self.batch_size or 0)
                 items = list(self._process(data, meta))
                 if self.head_fields is not None:
                     get_heads = getattr(self.fetch_batch_fn, "get_heads", client.get_heads)
                     items = with_heads(items, meta, get_heads(meta, self.head_fields, client.storage_manager.layout))
                 has_groups = getattr(meta, "heads", None) is not None  # a user's function may give something else
-                yield Bundle(batch_index, items, start.micro_batch if rest else 0, has_groups)
+                yield Bundle(batch_index, items, start.micro_batch if is_rest else 0, has_groups)
                 del data, meta, items  # otherwise they would stay alive while waiting for the next batch
 
-    def _spec(self, start: Start, num_readers: int) -> StreamSpec:
+    def _fetcher(
+        self, client: TransferQueueClient, start: Start, num_readers: int, should_stop: Callable[[], bool] | None
+    ) -> BatchFetcher:
         config = self.sampling_config
         if num_readers > 1:  # a fast worker must not take the samples of a batch that another worker waits for
             config = {**config, "first_index": start.batch_index}
-        return StreamSpec(
-            self.data_fields, self.batch_size, self.task_name, config,
+        return BatchFetcher(
+            client, start.partition_id, self.data_fields, self.batch_size, self.task_name, config, should_stop,
             self.should_check_consumption_status, self.timeout_s, self.report_every_s, self.fetch_batch_fn,
-            self._partly_taken(start), start.batch_index,
+            start.batch_index, self._taken_rows(start),
         )  # fmt: skip
 
-    def _partly_taken(self, start: Start) -> tuple[int, int] | None:
-        """(batch, rows of it that were already taken) if it was cut into equal micro-batches; else None."""
-        if self.batch_size is None or self.micro_batch_size is None or not start.micro_batch:
-            return None  # of a batch of groups, all rows stay until it is acknowledged
-        if self.fetch_batch_fn is not None or self.process_batch_fn is not None:
-            return None
-        return start.batch_index, start.micro_batch * self.micro_batch_size
+    def _taken_rows(self, start: Start) -> int:
+        """Rows of the first batch that were already taken, if it was cut into equal micro-batches; else 0."""
+        if self.fetch_batch_fn is not None or self.process_batch_fn is not None or self.micro_batch_size is None:
+            return 0
+        # Of a batch of groups, all rows stay until it is acknowledged.
+        return 0 if self.batch_size is None else start.micro_batch * self.micro_batch_size
 
     def _process(self, data: Any, meta: Any) -> Iterable[Any]:
         if self.process_batch_fn is not None:
