@@ -96,9 +96,8 @@ class SpillConfig:
         """Most bytes on disk of all units; None: half of what is free."""
         if self.max_bytes is None:
             return None
-        return _parsed(
-            self.max_bytes, "ssd_offload.max_bytes must be null, a number of bytes or a text such as '100GiB'"
-        )
+        rule = "ssd_offload.max_bytes must be null, a number of bytes or a text such as '100GiB'"
+        return _parsed(self.max_bytes, rule)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -323,16 +322,11 @@ def typed(conf: DictConfig | Mapping[str, Any]) -> FullConfig:
         text, _, path = str(error).rstrip("`").partition(" - at `$.")
         given = f" is {OmegaConf.select(OmegaConf.create(plain), path)!r}" if path else ""
         raise ConfigError(f"{path or 'the configuration'}{given}: {text}.") from None
-    _check(config)
-    return config
-
-
-def _check(config: FullConfig) -> None:
-    storage = config.backend.SimpleStorage
-    storage.memory_bytes()
+    config.backend.SimpleStorage.memory_bytes()
+    config.backend.SimpleStorage.ssd_offload.most_bytes()
     if config.listen is not None and not config.listen.startswith("tcp://"):
         raise ConfigError(f"listen must be an address tcp://HOST:PORT or null, got {config.listen!r}.")
-    storage.ssd_offload.most_bytes()
+    return config
 
 
 def to_plain(conf: DictConfig) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from omegaconf import DictConfig, OmegaConf
 
 from transfer_queue.config import FullConfig, preallocated_samples, to_plain, typed
@@ -22,7 +23,7 @@ from transfer_queue.errors import ConfigError, LaunchError, RemoteError, Sampler
 from transfer_queue.launch.directories import remove_directory, short_directory
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.sampler.registry import as_sampler
-from transfer_queue.server.orders import Orders, encode_orders
+from transfer_queue.server.orders import Orders
 from transfer_queue.storage.backends import StorageBootstrapProvider, is_of_units, path_of, resolve
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.utils.enum_utils import Role
@@ -231,7 +232,7 @@ def send_orders(process: subprocess.Popen[str], orders: Orders) -> None:
     """Tell a spawned server what to serve. Raises LaunchError if it has ended."""
     assert process.stdin is not None
     try:
-        process.stdin.write(encode_orders(orders))
+        process.stdin.write(msgspec.json.encode(orders).decode())
         process.stdin.close()
     except BrokenPipeError:
         raise LaunchError(f"a server process ended at its start with exit code {process.wait()}; see stderr.") from None

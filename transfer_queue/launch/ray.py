@@ -21,7 +21,7 @@ from transfer_queue.launch.ray_actors import CONTROLLER_NAME
 from transfer_queue.launch.ray_units import (
     NAMESPACE,
     START_TIMEOUT_S,
-    answers,
+    answer,
     at_node,
     await_name,
     eligible_nodes,
@@ -174,7 +174,7 @@ class RayQueue:
         self._started.append(actor)
         connection = _connection(actor, deadline)
         if len(nodes) > 1:
-            keys = answers([actor.keys.remote()], deadline)[0]
+            keys = answer(actor.keys.remote(), deadline)
             arguments = {"conf": plain, "join": connection["remote"], "keys": keys, "hosts": len(nodes)}
             for number, node in enumerate(nodes[1:], 1):
                 self._started.append(start_unit(number, node, arguments, deadline))
@@ -222,14 +222,14 @@ def _add_unit_here(actor: Any, connection: dict[str, Any], deadline: float) -> N
     """Have a storage unit on this process's node, if the node is a later one of the cluster."""
     node = import_ray().get_runtime_context().get_node_id()
     if node not in connection["nodes"]:
-        failed = answers([actor.add_unit.remote(node)], deadline)[0]
+        failed = answer(actor.add_unit.remote(node), deadline)
         if failed is not None:
             raise start_error(failed)
 
 
 def _connection(actor: Any, deadline: float) -> dict[str, Any]:
     """What the controller's actor says. Raises RayActorError if it ends, and LaunchError if it did not start."""
-    said: dict[str, Any] = answers([actor.connection.remote()], deadline)[0]
+    said: dict[str, Any] = answer(actor.connection.remote(), deadline)
     if "failed" in said:
         raise start_error(said["failed"])
     return said

@@ -68,7 +68,7 @@ def has_started(unit: Any, node: str, deadline: float) -> bool:
     """
     ray = import_ray()
     try:
-        failed = answers([unit.failed.remote()], deadline)[0]
+        failed = answer(unit.failed.remote(), deadline)
     except ray.exceptions.RayError as error:
         if any(each["NodeID"] == node and each["Alive"] for each in ray.nodes()):
             raise LaunchError(f"the actor of a storage unit ended while it started on node {node}: {error}") from error
@@ -90,16 +90,15 @@ def end_units(units: list[Any]) -> None:
         ray.kill(unit)
 
 
-def answers(asked: list[Any], deadline: float) -> list[Any]:
+def answer(asked: Any, deadline: float) -> Any:
     ray = import_ray()
     try:
-        answers: list[Any] = ray.get(asked, timeout=max(0.0, deadline - time.monotonic()))
+        return ray.get(asked, timeout=max(0.0, deadline - time.monotonic()))
     except ray.exceptions.GetTimeoutError:
         raise LaunchError(
             f"the queue's actors did not start within {START_TIMEOUT_S:.0f} s. See why with 'ray list actors': their "
             f"nodes may have ended, or lack the resources that were asked for."
         ) from None
-    return answers
 
 
 def start_error(failed: tuple[str, str]) -> TransferQueueError:

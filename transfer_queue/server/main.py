@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from transfer_queue.sampler.base import BaseSampler
     from transfer_queue.server.exporter import Exporter
     from transfer_queue.server.front import Front
-    from transfer_queue.server.janitor import Janitor
     from transfer_queue.server.orders import Orders
     from transfer_queue.storage.base import StorageManager
     from transfer_queue.storage.unit.spill import SpillFile
@@ -79,7 +79,8 @@ def open_front(
     exporter = _export(orders)
     if exporter is not None:
         ending.callback(exporter.close)
-        orders = orders.with_endpoint(exporter.endpoint)
+        metrics = {**orders.conf["metrics"], "endpoint": exporter.endpoint}
+        orders = replace(orders, conf={**orders.conf, "metrics": metrics})
     front = _make_front(server, orders, sampler, ending)
     listening = _listen(server, front, orders)
     _join(server, front, listening, orders, ending)
@@ -149,11 +150,16 @@ def _make_front(
     from transfer_queue.control.plane import ControlPlane
     from transfer_queue.control.state import plane_config
     from transfer_queue.server.front import Front
+    from transfer_queue.server.janitor import Janitor
     from transfer_queue.server.watchdog import Watchdog
 
     unit = None if orders.unit is None else _unit(server, orders.unit, orders)
     plane = ControlPlane(plane_config(orders.config, sampler, orders.preallocate)) if orders.controller else None
-    front = Front(orders.conf, plane, unit, lambda: _janitor(orders), Turn(time.monotonic))
+
+    def janitor() -> Janitor:
+        return Janitor(_storage_client("controller", orders, orders.backend_path))
+
+    front = Front(orders.conf, plane, unit, janitor, Turn(time.monotonic))
     ending.callback(front.close)
     server.turned = front.meter.turn
     if plane is not None:
@@ -188,13 +194,6 @@ def _spill_file(storage: SharedMemoryConfig) -> SpillFile | None:
         return None
     most, units = spill.most_bytes(), len(storage.zmq_info)
     return SpillFile(spill.path, None if most is None else max(1, most // units), spill.threshold_bytes, units)
-
-
-def _janitor(orders: Orders) -> Janitor:
-    """See ``_storage_client``."""
-    from transfer_queue.server.janitor import Janitor
-
-    return Janitor(_storage_client("controller", orders, orders.backend_path))
 
 
 def _storage_client(
@@ -273,9 +272,12 @@ if __name__ == "__main__":
         sys.exit(1)
     try:
         sys.path[:] = json.loads(text)["sys_path"]  # first, because it may say where the next import lies
-        from transfer_queue.server.orders import decode_orders
+        import msgspec
 
-        main(decode_orders(text), lambda listening, _: _tell(replies, ready=True, listening=listening))
+        from transfer_queue.server.orders import Orders
+
+        orders = msgspec.json.decode(text, type=Orders)
+        main(orders, lambda listening, _: _tell(replies, ready=True, listening=listening))
     except Exception as error:  # the guard of the start: the process that waits for "ready" gets the error
         if replies.closed:
             if isinstance(error, TransferQueueError):  # it says why, without a traceback

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
-
-import msgspec
 
 from transfer_queue.config import FullConfig, typed
 
@@ -52,18 +50,3 @@ class Orders:
     def config(self) -> FullConfig:
         """The configuration."""
         return typed(self.conf)
-
-    def with_endpoint(self, endpoint: str) -> Orders:
-        """The same, with the address at which metrics are served."""
-        metrics = {**self.conf["metrics"], "endpoint": endpoint}
-        return replace(self, conf={**self.conf, "metrics": metrics})
-
-
-def encode_orders(orders: Orders) -> str:
-    """As text for ``decode_orders``."""
-    return msgspec.json.encode(orders).decode()
-
-
-def decode_orders(text: str) -> Orders:
-    """Raises msgspec.ValidationError: it is of another version."""
-    return msgspec.json.decode(text, type=Orders)
