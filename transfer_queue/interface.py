@@ -88,7 +88,6 @@ def _start_or_join(merged: DictConfig) -> None:
         raise
     if isinstance(queue, on_ray.RayQueue):
         _TQ_CONTROLLER, _TQ_STORAGE = queue.actor, queue if queue.is_started_here else None
-        _TQ_CONFIG.listen = queue.listen  # with the port that was free
     else:
         _TQ_CONTROLLER, _TQ_STORAGE, _TQ_CONFIG = queue, queue, queue.conf
         _TQ_CONFIG.metrics = metrics

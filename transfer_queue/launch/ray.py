@@ -124,7 +124,6 @@ class RayQueue:
         except BaseException:
             self._end_started()
             raise
-        self.listen: str | None = connection["remote"]
         self.address, self.key_file = _reachable(connection)
         directory = None if self.key_file is None else os.path.dirname(self.key_file)
         self._finalizer = None if directory is None else Finalize(self, remove_directory, [directory], exitpriority=10)
