@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.util import Finalize
@@ -37,7 +37,37 @@ _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 5.0
 
 
-class LocalQueue:
+class Servers:
+    """Server processes with a private directory for their sockets. They end with this process, also if it is killed."""
+
+    def __init__(self) -> None:
+        self._directory = short_directory("tq-")  # mode 0700, so only this user reaches the sockets
+        self._ending = ExitStack()
+        self._ending.callback(remove_directory, self._directory)
+        # Unlike atexit alone, this also runs at the end of multiprocessing children. A fork of the owner runs nothing.
+        self._finalizer = Finalize(self, self._ending.close, exitpriority=10)
+
+    def _spawn(self) -> subprocess.Popen[str]:
+        """Start a server process, which waits for its orders. The one that was started last ends first."""
+        root = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        process = subprocess.Popen(
+            [sys.executable, "-m", "transfer_queue.server.main", self._directory],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C reaches the owner only
+        )
+        self._ending.callback(_end_process, process)
+        return process
+
+    def close(self) -> None:
+        """End the servers; their values are gone. Idempotent; does nothing in a fork of the owner."""
+        self._finalizer()
+
+
+class LocalQueue(Servers):
     """A running queue that this process owns. ``conf`` is the merged configuration with the servers' addresses."""
 
     def __init__(self, conf: DictConfig, inline_nbytes: int | None = None, hosts: int = 1) -> None:
@@ -50,12 +80,7 @@ class LocalQueue:
         self._owner = os.getpid()
         self._inline_nbytes = inline_nbytes
         self._hosts = hosts
-        self._processes: list[subprocess.Popen[str]] = []
-        self._directory = short_directory("tq-")  # mode 0700, so only this user reaches the sockets
-        self._ending = ExitStack()
-        self._ending.callback(remove_directory, self._directory)
-        # Unlike atexit alone, this also runs at the end of multiprocessing children. A fork of the owner runs nothing.
-        self._finalizer = Finalize(self, self._ending.close, exitpriority=10)
+        super().__init__()
         try:
             self.conf = self._start(self._with_backend(conf))
         except BaseException:
@@ -101,11 +126,11 @@ class LocalQueue:
             _log.info(
                 "the queue holds at most %.1f GiB of values (backend.SimpleStorage.memory)", (memory or 0) / 2**30
             )
-        self._ending.callback(end_servers, self._processes)
         units = {f"unit{n}": self._socket(_CONTROLLER if together else f"unit{n}") for n in range(count)}
         apart = {} if together else units
-        first = None if sampler is None else self._spawn()
         others = {name: self._spawn() for name in apart}
+        # It ends before the units do, because it still reports ended clients to them.
+        first = None if sampler is None else self._spawn()
         pid = self._owner if first is None else first.pid
         pids = {**dict.fromkeys([_CONTROLLER, *units], pid), **{name: each.pid for name, each in others.items()}}
         conf = with_servers(conf, self.address, units, pids)
@@ -136,10 +161,6 @@ class LocalQueue:
             parent=self._owner, pid_namespace=pid_namespace(), inline_nbytes=self._inline_nbytes,
         )  # fmt: skip
 
-    def _spawn(self) -> subprocess.Popen[str]:
-        self._processes.append(spawn_server(self._directory))
-        return self._processes[-1]
-
     def _serve_in_thread(self, orders: Orders, sampler: BaseSampler) -> str | None:
         """Serve the controller in this process, for a sampler that can't be sent (of ``__main__``, or with live
         objects). Returns the address for other hosts.
@@ -160,10 +181,6 @@ class LocalQueue:
         self._ending.callback(_end_thread, server, thread)
         return listening
 
-    def close(self) -> None:
-        """End the servers. Idempotent; does nothing in a fork of the owner."""
-        self._finalizer()
-
 
 def warn_of_memory(nbytes: int | None) -> None:
     """Warn where the system would kill the servers before the queue is full. ``nbytes``: of values, on this host."""
@@ -174,20 +191,6 @@ def warn_of_memory(nbytes: int | None) -> None:
             "cgroup, has %.1f GiB: the system will kill servers before the queue is full. Lower memory, or raise the "
             "container's limit.", nbytes / 2**30, most / 2**30,
         )  # fmt: skip
-
-
-def spawn_server(directory: str) -> subprocess.Popen[str]:
-    """Start a server process, which waits for its orders. ``directory``: of its sockets."""
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.Popen(
-        [sys.executable, "-m", "transfer_queue.server.main", directory],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-        start_new_session=True,  # Ctrl-C reaches the owner only
-    )
 
 
 def keys_for(config: FullConfig, directory: str) -> str | None:
@@ -211,21 +214,13 @@ def _end_thread(server: SocketServer, thread: threading.Thread) -> None:
     thread.join(_STOP_TIMEOUT_S)
 
 
-def end_servers(processes: Sequence[subprocess.Popen[str]]) -> None:
-    """End the first one, then the others, because the controller still reports ended clients to the units."""
-    for together in (processes[:1], processes[1:]):
-        for process in together:
-            process.terminate()
-        for process in together:
-            with process:  # which closes its pipes
-                _await_end(process)
-
-
-def _await_end(process: subprocess.Popen[str]) -> None:
-    try:
-        process.wait(_STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
+def _end_process(process: subprocess.Popen[str]) -> None:
+    with process:  # which closes its pipes
+        process.terminate()
+        try:
+            process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 def send_orders(process: subprocess.Popen[str], orders: Orders) -> None:

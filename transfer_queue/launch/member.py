@@ -4,13 +4,10 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 from dataclasses import replace
-from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
 
-from transfer_queue.launch.directories import remove_directory, short_directory
-from transfer_queue.launch.local import await_ready, end_servers, send_orders, spawn_server
+from transfer_queue.launch.local import Servers, await_ready, send_orders
 from transfer_queue.launch.serve import member_orders
 from transfer_queue.utils.machine import pid_namespace
 
@@ -18,7 +15,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-class MemberServer:
+class MemberServer(Servers):
     """A storage unit in a child process, which has joined the queue."""
 
     def __init__(
@@ -35,28 +32,20 @@ class MemberServer:
             LaunchError: the server did not start.
             QueueUnreachableError: no controller answers at ``join``.
         """
-        directory = short_directory("tq-")
-        ending = ExitStack()
-        ending.callback(remove_directory, directory)
-        self._finalizer = Finalize(self, ending.close, exitpriority=10)
+        super().__init__()
         try:
-            conf.key_file = private_key_file(directory, keys)
+            conf.key_file = private_key_file(self._directory, keys)
             orders = replace(
-                member_orders(conf, join, directory), unit=name, capacity_bytes=capacity_nbytes,
+                member_orders(conf, join, self._directory), unit=name, capacity_bytes=capacity_nbytes,
                 parent=os.getpid(), pid_namespace=pid_namespace(),
             )  # fmt: skip
-            process = spawn_server(directory)
-            ending.callback(end_servers, [process])
+            process = self._spawn()
             send_orders(process, orders)
             self.address: str = await_ready(process)["listening"]
         except BaseException:
             self.close()
             raise
         self.pid = process.pid
-
-    def close(self) -> None:
-        """End it; its values are gone. Idempotent."""
-        self._finalizer()
 
 
 def private_key_file(directory: str, keys: tuple[str, str] | None) -> str | None:
