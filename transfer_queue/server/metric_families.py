@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
 Numbers = Mapping[str, Any]
+_PRODUCED = "Share of the samples that have all fields, or all that the task reads."
 
 
 def metrics_of(stats: Numbers, units: Sequence[Numbers], process: Numbers) -> Iterable[Metric]:
@@ -140,7 +141,8 @@ def _partition(page: _Page, own: Numbers, name: str) -> None:
     page.gauges("tq_partition_", of_partition, {"partition_id": name})
     page.counter("tq_partition_published_samples", "Samples put so far.", own["put_total"], partition_id=name)
     complete = min(own["produced"].values(), default=0)  # at most so many samples have every field
-    _progress(page, "production", complete, samples, {"partition_id": name, "task_name": "all"})
+    share = _share(complete, samples)
+    page.gauge("tq_partition_production_progress", _PRODUCED, share, partition_id=name, task_name="all")
     for field in own["fields"]:
         of_field = {
             "lacking_samples": ("Samples without the field.", samples - own["produced"][field]),
@@ -152,9 +154,9 @@ def _partition(page: _Page, own: Numbers, name: str) -> None:
 
 def _task(page: _Page, own: Numbers, samples: int, labels: Mapping[str, str]) -> None:
     ready = max(own["ready"].values(), default=0)  # of several sets of fields that it reads, the one with most
-    _progress(page, "production", own["consumed"] + ready, samples, labels)
-    _progress(page, "consumption", own["consumed"], samples, labels)
     of_task = {
+        "production_progress": (_PRODUCED, _share(own["consumed"] + ready, samples)),
+        "consumption_progress": ("Share of the samples that the task got.", _share(own["consumed"], samples)),
         "ready_samples": ("Samples that the task can get now.", ready),
         "in_flight_batches": ("Batches handed out and not acknowledged.", own["in_flight"]),
         "in_flight_samples": ("Samples handed out and not acknowledged.", own["in_flight_samples"]),
@@ -164,15 +166,8 @@ def _task(page: _Page, own: Numbers, samples: int, labels: Mapping[str, str]) ->
     page.counter("tq_partition_done_samples", text, own["done_total"], **labels)
 
 
-_PROGRESS = {
-    "production": "Share of the samples that have all fields, or all that the task reads.",
-    "consumption": "Share of the samples that the task got.",
-}
-
-
-def _progress(page: _Page, of: str, count: int, samples: int, labels: Mapping[str, str]) -> None:
-    share = min(1.0, count / samples) if samples else 0.0
-    page.gauge(f"tq_partition_{of}_progress", _PROGRESS[of], share, **labels)
+def _share(count: int, samples: int) -> float:
+    return min(1.0, count / samples) if samples else 0.0
 
 
 def _groups(page: _Page, partitions: Mapping[str, Numbers]) -> None:
