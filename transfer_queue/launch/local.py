@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from omegaconf import DictConfig, OmegaConf
 
-from transfer_queue.config import FullConfig, preallocated_samples, to_plain, typed
+from transfer_queue.config import FullConfig, to_plain, typed
 from transfer_queue.errors import ConfigError, LaunchError, RemoteError, SamplerError, from_wire
 from transfer_queue.launch.directories import remove_directory, short_directory
 from transfer_queue.sampler.base import BaseSampler
@@ -28,7 +28,7 @@ from transfer_queue.storage.backends import StorageBootstrapProvider, is_of_unit
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.utils.enum_utils import Role
 from transfer_queue.utils.logging_utils import get_logger
-from transfer_queue.utils.machine import machine_memory, pid_namespace
+from transfer_queue.utils.machine import machine_memory
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
 _log = get_logger(__name__)
@@ -158,7 +158,7 @@ class LocalQueue(Servers):
             orders.conf["controller"]["sampler_modules"].append(module)  # the owner itself named this module
         return replace(
             orders, listen=None, key_file=None if conf.listen is None else conf.key_file, sampler=sampler,
-            parent=self._owner, pid_namespace=pid_namespace(), inline_nbytes=self._inline_nbytes,
+            parent=self._owner, inline_nbytes=self._inline_nbytes,
         )  # fmt: skip
 
     def _serve_in_thread(self, orders: Orders, sampler: BaseSampler) -> str | None:
@@ -324,5 +324,4 @@ def orders_for(conf: DictConfig, address: str, directory: str, capacity_bytes: i
         sys_path=sys.path,
         backend_path=path_of(conf.backend.storage_backend),
         capacity_bytes=capacity_bytes,
-        preallocate=preallocated_samples(),
     )

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from transfer_queue.launch.local import Servers, await_ready, send_orders
 from transfer_queue.launch.serve import member_orders
-from transfer_queue.utils.machine import pid_namespace
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -36,9 +35,11 @@ class MemberServer(Servers):
         try:
             conf.key_file = private_key_file(self._directory, keys)
             orders = replace(
-                member_orders(conf, join, self._directory), unit=name, capacity_bytes=capacity_nbytes,
-                parent=os.getpid(), pid_namespace=pid_namespace(),
-            )  # fmt: skip
+                member_orders(conf, join, self._directory),
+                unit=name,
+                capacity_bytes=capacity_nbytes,
+                parent=os.getpid(),
+            )
             process = self._spawn()
             send_orders(process, orders)
             self.address: str = await_ready(process)["listening"]

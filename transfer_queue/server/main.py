@@ -146,6 +146,7 @@ def _make_front(
 ) -> Front:
     """The handler for this server."""
     from transfer_queue.calls import Turn
+    from transfer_queue.config import preallocated_samples
     from transfer_queue.control.draw import running
     from transfer_queue.control.plane import ControlPlane
     from transfer_queue.control.state import plane_config
@@ -154,7 +155,7 @@ def _make_front(
     from transfer_queue.server.watchdog import Watchdog
 
     unit = None if orders.unit is None else _unit(server, orders.unit, orders)
-    plane = ControlPlane(plane_config(orders.config, sampler, orders.preallocate)) if orders.controller else None
+    plane = ControlPlane(plane_config(orders.config, sampler, preallocated_samples())) if orders.controller else None
 
     def janitor() -> Janitor:
         return Janitor(_storage_client("controller", orders, orders.backend_path))
@@ -236,13 +237,15 @@ def _stop_with(server: SocketServer, orders: Orders) -> None:
     threading.Thread(target=_stop_at_signal, args=(server, _stop_signals(orders)), daemon=True).start()
     if orders.parent is None:
         return
+    from transfer_queue.utils.machine import pid_namespace
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle: it ends its servers itself
 
     def parent_ended() -> None:
         server.stop()
         shutil.rmtree(orders.directory, ignore_errors=True)
 
-    server.watch(orders.parent, orders.pid_namespace, parent_ended)
+    server.watch(orders.parent, pid_namespace(), parent_ended)
     if os.getppid() != orders.parent:  # it ended before we could watch it
         parent_ended()
 

@@ -37,14 +37,10 @@ class Orders:
     """``module:class`` of the storage backend. None: it can't be imported here."""
     parent: int | None = None
     """The process with which it ends. None: it ends by a signal."""
-    pid_namespace: int | None = None
-    """Where ``parent`` is a process id."""
     capacity_bytes: int | None = None
     """Most bytes of values in its unit. None: no limit."""
     inline_nbytes: int | None = None
     """See ``StorageUnit``. None: its default."""
-    preallocate: int = 1
-    """Samples for which a new partition has room at its first insert."""
 
     @property
     def config(self) -> FullConfig:
