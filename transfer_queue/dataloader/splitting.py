@@ -126,14 +126,11 @@ def split(td: TensorDict, batch_meta: BatchMeta, sizes: Sequence[int]) -> list[P
         return [(td, batch_meta)]
     cut = _Cut(sizes)
     columns = {name: cut(td.get(name)) for name in td.keys()}  # noqa: SIM118  (iterating gives rows)
-    metas = batch_meta.chunk_by_size(list(sizes))
-    parts = []
-    for position, (size, meta) in enumerate(zip(sizes, metas, strict=True)):
-        part = TensorDict({}, batch_size=[size], device=td.device)
-        for name, pieces in columns.items():
-            part.set(name, pieces[position])
-        parts.append((part, meta))
-    return parts
+    parts = [
+        TensorDict({name: pieces[at] for name, pieces in columns.items()}, batch_size=[size], device=td.device)
+        for at, size in enumerate(sizes)
+    ]
+    return list(zip(parts, batch_meta.chunk_by_size(list(sizes)), strict=True))
 
 
 def _rows(td: Any) -> int:
