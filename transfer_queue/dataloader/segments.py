@@ -161,11 +161,10 @@ class Segments(Recycler):
 
 
 class _Receipt(Watch):
-    __slots__ = ("at", "mark", "process")
+    __slots__ = ("at", "mark")
 
     at: int
     mark: int
-    process: int
 
 
 _own: Segments | None = None
@@ -207,15 +206,14 @@ def receive(lent: Lent) -> torch.Tensor:
     dtype = dtype_of(lent.dtype)
     nbytes = torch.Size(lent.shape).numel() * dtype.itemsize
     receipt, whole = watched(memory, lent.offset + nbytes, _Receipt, _release)
-    receipt.at, receipt.mark, receipt.process = len(memory) - _SLOTS + lent.slot, _DROPPED, os.getpid()
+    receipt.at, receipt.mark = len(memory) - _SLOTS + lent.slot, _DROPPED
     _receipts[id(receipt)] = receipt
     return from_bytes(whole[lent.offset :], dtype, lent.shape)
 
 
 def _release(receipt: _Receipt) -> None:
     del _receipts[id(receipt)]
-    if receipt.process == os.getpid():  # otherwise a fork has released its copy, which the parent still owns
-        receipt.memory[receipt.at] = receipt.mark
+    receipt.memory[receipt.at] = receipt.mark
 
 
 def unmap(owner: int, segments: Iterable[int]) -> None:
@@ -236,3 +234,4 @@ def _mark_as_forked() -> None:
 
 
 os.register_at_fork(before=_mark_as_forked, after_in_child=_mapped.clear)
+os.register_at_fork(after_in_child=_receipts.clear)  # a fork releases nothing: the parent still owns all
