@@ -127,8 +127,7 @@ class LocalQueue(Servers):
                 "the queue holds at most %.1f GiB of values (backend.SimpleStorage.memory)", (memory or 0) / 2**30
             )
         units = {f"unit{n}": self._socket(_CONTROLLER if together else f"unit{n}") for n in range(count)}
-        apart = {} if together else units
-        others = {name: self._spawn() for name in apart}
+        others = {} if together else {name: self._spawn() for name in units}
         # It ends before the units do, because it still reports ended clients to them.
         first = None if sampler is None else self._spawn()
         pid = self._owner if first is None else first.pid
@@ -146,7 +145,7 @@ class LocalQueue(Servers):
             send_orders(first, own)
             conf.listen = await_ready(first).get("listening") or conf.listen
         for name, process in others.items():  # they join at the controller, which has to be there
-            send_orders(process, replace(common, address=apart[name], unit=name, join=self.address))
+            send_orders(process, replace(common, address=units[name], unit=name, join=self.address))
         for process in others.values():
             await_ready(process)
         return conf

@@ -116,14 +116,13 @@ class RayQueue:
             self.actor, connection = found
             if not self._started:
                 _add_unit_here(self.actor, connection, deadline)
-        except ray.exceptions.RayError as error:
+        except BaseException as error:
             self._end_started()
+            if not isinstance(error, ray.exceptions.RayError):
+                raise
             raise LaunchError(
                 f"a node or an actor of the Ray cluster ended while the queue started: {error} Call init() again."
             ) from error
-        except BaseException:
-            self._end_started()
-            raise
         self.address, self.key_file = _reachable(connection)
         directory = None if self.key_file is None else os.path.dirname(self.key_file)
         self._finalizer = None if directory is None else Finalize(self, remove_directory, [directory], exitpriority=10)
