@@ -158,8 +158,8 @@ def _doubled(data: TensorDict, meta: BatchMeta, micro_batch_size: int) -> Iterat
         yield part, part_meta
 
 
-def _fetch(client: Any, fields: Any, size: Any, partition: Any, task: Any, config: Any, batch: Any) -> Any:
-    return default_fetch_batch_fn(client, fields, size, partition, task, config, batch)
+def _fetch(batch_index: Any, tq_client: Any, data_fields: Any, batch_size: Any, partition_id: Any, **more: Any) -> Any:
+    return default_fetch_batch_fn(tq_client, data_fields, batch_size, partition_id, batch_index=batch_index, **more)
 
 
 def _summed(item: Any) -> int:
