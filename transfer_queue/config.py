@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -96,9 +96,8 @@ class SpillConfig:
         """Most bytes on disk of all units; None: half of what is free."""
         if self.max_bytes is None:
             return None
-        return _parsed(
-            self.max_bytes, "ssd_offload.max_bytes must be null, a number of bytes or a text such as '100GiB'"
-        )
+        rule = "ssd_offload.max_bytes must be null, a number of bytes or a text such as '100GiB'"
+        return _parsed(self.max_bytes, rule)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -283,12 +282,7 @@ def merge(conf: DictConfig | Mapping[str, Any] | None) -> DictConfig:
     plain: Any = OmegaConf.to_container(conf, resolve=True) if OmegaConf.is_config(conf) else dict(conf or {})
     given: Any = OmegaConf.create(plain, flags=flags)
     known: Any = OmegaConf.to_container(defaults)
-    top = list(known)
-    for key in given:
-        if key not in known and (near := difflib.get_close_matches(str(key), top, 1, _TYPO_CUTOFF)):
-            raise _unknown(str(key), near, top)
-        if key in known and isinstance(known[key], dict):
-            _check_keys(given._get_node(key), known[key], str(key))
+    _check_keys(given, known)
     merged: Any = OmegaConf.merge(defaults, given)
     merged._set_flag("allow_objects", True)
     typed(merged)
@@ -296,28 +290,21 @@ def merge(conf: DictConfig | Mapping[str, Any] | None) -> DictConfig:
     return result
 
 
-def _check_keys(given: Any, known: Mapping[str, Any], path: str) -> None:
+def _check_keys(given: Any, known: Mapping[str, Any], path: str = "") -> None:
+    """``path``: of the section, with a dot at its end. Raises ConfigError for an unknown key."""
     from omegaconf import DictConfig
 
     if not isinstance(given, DictConfig) or given._is_none() or given._is_missing():
         return
-    own = str(given.get("storage_backend")) if path == "backend" else ""
+    free = [*_FREE_SECTIONS, str(given.get("storage_backend"))] if path == "backend." else _FREE_SECTIONS
+    cutoff = _TYPO_CUTOFF if path in ("", "controller.") else 0.0
     for key in map(str, given):
-        if key in _FREE_SECTIONS or (key == own and key not in known):
-            continue
-        if key not in known:
-            names = list(known)
-            near = difflib.get_close_matches(key, names, 1, _TYPO_CUTOFF if path == "controller" else 0.0)
-            if near:
-                raise _unknown(f"{path}.{key}", near, names)
-        elif isinstance(known[key], dict):
-            _check_keys(given._get_node(key), known[key], f"{path}.{key}")
-
-
-def _unknown(key: str, near: Iterable[str], known: Iterable[str]) -> ConfigError:
-    return ConfigError(
-        f"unknown configuration key {key!r}. Nearest known key: {', '.join(near)!r}. Known: {', '.join(known)}."
-    )
+        if isinstance(known.get(key), dict):
+            _check_keys(given._get_node(key), known[key], f"{path}{key}.")
+        elif key not in known and key not in free and (near := difflib.get_close_matches(key, known, 1, cutoff)):
+            raise ConfigError(
+                f"unknown configuration key {path + key!r}. Nearest known key: {near[0]!r}. Known: {', '.join(known)}."
+            )
 
 
 def typed(conf: DictConfig | Mapping[str, Any]) -> FullConfig:
@@ -335,16 +322,11 @@ def typed(conf: DictConfig | Mapping[str, Any]) -> FullConfig:
         text, _, path = str(error).rstrip("`").partition(" - at `$.")
         given = f" is {OmegaConf.select(OmegaConf.create(plain), path)!r}" if path else ""
         raise ConfigError(f"{path or 'the configuration'}{given}: {text}.") from None
-    _check(config)
-    return config
-
-
-def _check(config: FullConfig) -> None:
-    storage = config.backend.SimpleStorage
-    storage.memory_bytes()
+    config.backend.SimpleStorage.memory_bytes()
+    config.backend.SimpleStorage.ssd_offload.most_bytes()
     if config.listen is not None and not config.listen.startswith("tcp://"):
         raise ConfigError(f"listen must be an address tcp://HOST:PORT or null, got {config.listen!r}.")
-    storage.ssd_offload.most_bytes()
+    return config
 
 
 def to_plain(conf: DictConfig) -> dict[str, Any]:

@@ -154,13 +154,6 @@ def not_ready(reply: NotReady, task: str, partition: str, fields: Iterable[str],
     return _fetch({**msgspec.structs.asdict(reply), **asked})
 
 
-def lost_values(partition: str, field: str, count: int) -> Finding:
-    what, lost = f"{_counted(count)} of {partition!r}", f"lost {field!r} with a storage unit"
-    return Finding(
-        kind="lost", names=(partition, field), what=what, held_up_by=(lost,), to_do=_put_again(partition)
-    )  # fmt: skip
-
-
 def keepers(partitions: Iterable[tuple[int, Mapping[str, tuple[int, int]]]]) -> tuple[str, ...]:
     """Who keeps a queue full: the tasks that keep most samples from being cleared, and how many no task keeps.
 
@@ -190,7 +183,9 @@ def _wrong(stats: Numbers, units_error: str | None) -> Iterator[Finding]:
         end = stats.get("lost_producers", {}).get(field, {})
         if field and not end.get("planned"):
             yield _gone(name, field, partition, end)
-        yield from (lost_values(name, field, count) for field, count in partition["lost"].items())
+        for field, count in partition["lost"].items():
+            what, lost = f"{_counted(count)} of {name!r}", (f"lost {field!r} with a storage unit",)
+            yield Finding(kind="lost", names=(name, field), what=what, held_up_by=lost, to_do=_put_again(name))
     for at, unit in enumerate(stats["lost_units"]):
         before = stats["lost_units"][:at].count(unit)  # a unit may come again under its name, and end again
         ended = ("ended, and its values with it",)
@@ -207,7 +202,8 @@ def _full(stats: Numbers, puts: Sequence[Finding]) -> Iterator[Finding]:
     """The queue, while it is full or puts wait for room."""
     blocked = [each for each in puts if each.to_do]
     limits = [unit["capacity_bytes"] for unit in stats["units"]]
-    most, held = (sum(limits), sum(map(_in_memory, stats["units"]))) if _all(limits) else (0, 0)
+    most = sum(limits) if _all(limits) else 0
+    held = sum(unit["held_nbytes"] - unit["spilled_nbytes"] for unit in stats["units"])  # what is on disk needs no room
     capacity, used = stats["capacity"], stats["used"]
     if not blocked and not (capacity and used >= capacity) and not (most and held >= _FULL_FROM * most):
         return
@@ -222,11 +218,6 @@ def _full(stats: Numbers, puts: Sequence[Finding]) -> Iterator[Finding]:
         kind="full", what="the queue", age_s=max((each.age_s or 0.0 for each in blocked), default=None), to_do=to_do,
         held_up_by=("is full", *filter(None, (*holds, waits)), *stats["keepers"], *_idle(stats)),
     )  # fmt: skip
-
-
-def _in_memory(unit: Numbers) -> int:
-    """Values on disk need no room in memory."""
-    return int(unit["held_nbytes"] - unit["spilled_nbytes"])
 
 
 def _all(limits: Sequence[int | None]) -> bool:
@@ -279,12 +270,8 @@ def _wait(stats: Numbers, waiting: Numbers) -> Finding:
     if waiting["task"] in groups.get("slots", ()):
         return _fetch({**waiting, "groups": groups, "sealed": partition["sealed"]})
     lost = {field: count for field, count in partition["lost"].items() if field in waiting["fields"]}
-    known = {of: partition[own] for of, own in _OF_THE_PARTITION.items()}
-    return _fetch({**waiting, **known, "lost": lost, **({} if partition["put_total"] else {"last_published_s": None})})
-
-
-_OF_THE_PARTITION = {"known_fields": "fields", "reserved": "held", "sealed": "sealed"}
-"""What a reply says of a partition, and its name in the statistics."""
+    own = {"known_fields": partition["fields"], "reserved": partition["held"], "sealed": partition["sealed"]}
+    return _fetch({**waiting, **own, "lost": lost, **({} if partition["put_total"] else {"last_published_s": None})})
 
 
 def _holds(partitions: Numbers) -> str:
@@ -303,7 +290,7 @@ def _put(stats: Numbers, waiting: Numbers) -> Finding:
         what, size, setting = _samples_of(waiting), stats["capacity"], "total_storage_size"
     else:
         limits = [unit["capacity_bytes"] for unit in stats["units"]]
-        what, size, setting = _bytes(nbytes), _bytes(sum(limits)) if limits and all(limits) else None, "memory"
+        what, size, setting = _bytes(nbytes), _bytes(sum(limits)) if _all(limits) else None, "memory"
     room = f"room for {what}" if size is None else f"room for {what} in a queue of {size}"
     found = Finding(
         kind="put", names=(client,), what=f"a put of {client}", waits_for=room, age_s=waiting.get("waited_s"),

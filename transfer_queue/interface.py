@@ -15,7 +15,7 @@ from transfer_queue.client.key_watch import KeyWatch
 from transfer_queue.config import announce_address, client_id, merge, queue_address, queue_key_file
 from transfer_queue.errors import NotInitializedError, ProtocolError
 from transfer_queue.launch import ray as on_ray
-from transfer_queue.launch.local import LocalQueue
+from transfer_queue.launch.local import LocalQueue, with_servers
 from transfer_queue.metadata import KVBatchMeta
 from transfer_queue.storage.shm.choose import reachable
 from transfer_queue.transport.blocking import blocking, run_blocking
@@ -88,7 +88,6 @@ def _start_or_join(merged: DictConfig) -> None:
         raise
     if isinstance(queue, on_ray.RayQueue):
         _TQ_CONTROLLER, _TQ_STORAGE = queue.actor, queue if queue.is_started_here else None
-        _TQ_CONFIG.listen = queue.listen  # with the port that was free
     else:
         _TQ_CONTROLLER, _TQ_STORAGE, _TQ_CONFIG = queue, queue, queue.conf
         _TQ_CONFIG.metrics = metrics
@@ -103,10 +102,9 @@ def _join(address: str, key_file: str | None = None) -> tuple[TransferQueueClien
         near = _own_socket(first) if address.startswith("tcp://") else None
     finally:
         first.close()
+    conf = _seen_from_here(_with_objects(plain), near or address, key_file)
     if near is not None:
-        info = ZMQServerInfo("controller", "controller", ports={"request_handle_socket": near}, key_file=key_file)
-    conf = _seen_from_here(_with_objects(plain), info)
-    conf.address = address if near is not None else conf.address
+        conf.address = address
     return connect(client_id(), conf), conf
 
 
@@ -124,36 +122,25 @@ def _with_objects(plain: Mapping[str, Any]) -> Any:
     """The received configuration, with server infos as objects again."""
     conf = merge(plain)
     conf.controller.zmq_info = ZMQServerInfo.from_dict(conf.controller.zmq_info)
-    for section in _sections_of(conf):
-        section.zmq_info = {name: ZMQServerInfo.from_dict(section.zmq_info[name]) for name in section.zmq_info}
+    for name in dict.fromkeys(("SimpleStorage", str(conf.backend.storage_backend))):
+        section = conf.backend.get(name)
+        if section and section.get("zmq_info"):
+            section.zmq_info = {unit: ZMQServerInfo.from_dict(info) for unit, info in section.zmq_info.items()}
     return conf
 
 
-def _seen_from_here(conf: Any, joined: ZMQServerInfo) -> Any:
+def _seen_from_here(conf: Any, address: str, key_file: str | None) -> Any:
     """Replace the servers' addresses by the one joined, because another host can't reach their local sockets.
 
     A server that has joined the queue itself names the controller's address, which is for all hosts.
     """
-    conf.key_file = joined.key_file or conf.key_file
-    address, controller = joined.to_addr("request_handle_socket"), conf.controller.zmq_info
+    conf.key_file = key_file or conf.key_file
+    controller = conf.controller.zmq_info
     if not address.startswith("tcp://") or controller.to_addr("request_handle_socket").startswith("tcp://"):
         if conf.listen is not None:
             controller.key_file = conf.key_file  # storage units on other hosts need it
         return conf
-    conf.address, conf.controller.zmq_info = address, joined
-    for section in _sections_of(conf):
-        section.zmq_info = {
-            name: ZMQServerInfo(info.role, name, ports={"put_get_socket": address}, key_file=joined.key_file)
-            for name, info in section.zmq_info.items()
-        }
-    return conf
-
-
-def _sections_of(conf: Any) -> list[Any]:
-    """The sections that name the units: of SimpleStorage, and of another backend that is chosen."""
-    backend = conf.backend
-    names = dict.fromkeys(("SimpleStorage", str(backend.storage_backend)))
-    return [backend[name] for name in names if name in backend and backend[name] and backend[name].get("zmq_info")]
+    return with_servers(conf, address, dict.fromkeys(conf.backend.SimpleStorage.zmq_info, address), {}, key_file)
 
 
 def seen_from_here(conf: Any) -> Any:

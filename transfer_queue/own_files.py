@@ -48,7 +48,9 @@ def commands() -> tuple[str, str]:
     from shlex import quote
     from urllib.parse import unquote
 
-    said = json.loads(_text_of("direct_url.json") or "{}")  # PEP 610; there is none after an install from an index
+    own = _distribution(_NAME)
+    text = None if own is None else own.read_text("direct_url.json")
+    said = json.loads(text or "{}")  # PEP 610; there is none after an install from an index
     source, editable = said.get("url", _NAME), said.get("dir_info", {}).get("editable")
     vcs = f"{said['vcs_info']['vcs']}+" if "vcs_info" in said else ""
     source = quote(unquote(source.removeprefix("file://"))) if source.startswith("file://") else vcs + source
@@ -94,11 +96,6 @@ def warn_of_other() -> None:
             "or uninstall it replaces or deletes files of this one. Run now (with uv: uv pip ...):\n  "
         ) + "\n  ".join(commands())
         warnings.warn(text, stacklevel=3)
-
-
-def _text_of(name: str) -> str | None:
-    own = _distribution(_NAME)
-    return None if own is None else own.read_text(name)
 
 
 def _distribution(name: str) -> Any | None:

@@ -158,8 +158,8 @@ def _doubled(data: TensorDict, meta: BatchMeta, micro_batch_size: int) -> Iterat
         yield part, part_meta
 
 
-def _fetch(client: Any, fields: Any, size: Any, partition: Any, task: Any, config: Any, batch: Any) -> Any:
-    return default_fetch_batch_fn(client, fields, size, partition, task, config, batch)
+def _fetch(batch_index: Any, tq_client: Any, data_fields: Any, batch_size: Any, partition_id: Any, **more: Any) -> Any:
+    return default_fetch_batch_fn(tq_client, data_fields, batch_size, partition_id, batch_index=batch_index, **more)
 
 
 def _summed(item: Any) -> int:
@@ -306,7 +306,7 @@ def test_balanced_shares_of_two_ranks(queue, client, name):
         ({"fields": []}, "at least one field"),
         ({"rank": -1}, "dp_rank must be at least 0"),
         ({"rank": 2, "dp_size": 2}, "dp_rank 2 with dp_size 2"),
-        ({"fetch_batch_fn": lambda: None}, "neither by name nor by position"),
+        ({"fetch_batch_fn": lambda: None}, "is called by name"),
         ({"layout": "square"}, "layout"),
     ],
 )

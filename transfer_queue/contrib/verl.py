@@ -86,11 +86,8 @@ class WatchingReplayBuffer(ReplayBuffer):
         table = self._follow(self._sampled).current()
         self.partitions[self._sampled] = table.trajectories
         self.prompt_global_steps[self._sampled] = table.steps
-        for tables, status in (
-            (self.pending_keys, "pending"), (self.running_keys, "running"),
-            (self.finished_keys, "finished"), (self.failure_keys, "failure"),
-        ):  # fmt: skip
-            tables[self._sampled] = table.prompts[status]
+        for status, keys in table.prompts.items():  # pending_keys and so on
+            getattr(self, f"{status}_keys")[self._sampled] = keys
 
     def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
         followed = self._follow(partition_id)

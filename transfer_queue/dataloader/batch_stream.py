@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from typing import Any, Protocol
 
 from transfer_queue.errors import EndOfPartitionError
@@ -15,23 +17,11 @@ logger = get_logger(__name__)
 Item = tuple[int, Any, BatchMeta]
 
 
-class Fetched(Protocol):
-    """A batch; its values may not have been copied yet."""
-
-    def open(self) -> tuple[Any, BatchMeta]:
-        """Return its values and metadata; at most once, and not after ``close``."""
-        ...
-
-    def close(self) -> None:
-        """Release the batch; its values are no longer needed."""
-        ...
-
-
 class Requested(Protocol):
     """A requested batch."""
 
-    def receive(self) -> Fetched | None:
-        """Wait for the batch, once; None: stop.
+    def receive(self) -> bool:
+        """Wait for the batch, once; its values may not have been copied yet. False: stop.
 
         Raises:
             EndOfPartitionError: the stream has ended before this batch.
@@ -39,26 +29,17 @@ class Requested(Protocol):
         """
         ...
 
+    def open(self) -> tuple[Any, BatchMeta]:
+        """Return the values and metadata of the received batch; at most once, and not after ``close``."""
+        ...
+
     def close(self) -> None:
-        """Cancel the request if it is still pending."""
+        """Cancel the request if it is still pending, and release the batch; its values are no longer needed."""
         ...
 
 
 Fetch = Callable[[int], Requested | None]
 """fetch(batch_index) requests a batch; None: stop."""
-
-
-class _Failed:
-    """A request that failed. The error is raised later, because batches before it may not have been taken yet."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def receive(self) -> Fetched | None:
-        raise self._error
-
-    def close(self) -> None:
-        """There is nothing to release."""
 
 
 def batch_stream(fetch: Fetch, first: int, stride: int, prefetch: bool) -> Generator[Item, None, None]:
@@ -71,40 +52,31 @@ def batch_stream(fetch: Fetch, first: int, stride: int, prefetch: bool) -> Gener
     Args:
         prefetch: Request a batch before the reader asks for it.
     """
-    indexes = iter(range(first, 1 << 62, stride))
-    ahead: tuple[int, Requested | None] | None = None
+    ahead: Requested | None = None
+    requested: Requested | None = None
     try:
-        while True:
-            batch_index, requested = ahead or request(fetch, next(indexes))
-            ahead = None
-            if requested is None or (batch := _received(requested)) is None:
+        for batch_index in itertools.count(first, stride):
+            requested, ahead = ahead or fetch(batch_index), None
+            if requested is None or not _has_come(requested):
                 return
-            try:
-                if prefetch:
-                    ahead = request(fetch, next(indexes))
-                item = batch_index, *batch.open()
-            finally:
-                batch.close()
+            if prefetch:
+                with suppress(Exception):  # it fails again in its turn, when the batch before it was delivered
+                    ahead = fetch(batch_index + stride)
+            item = batch_index, *requested.open()
+            requested.close()
+            requested = None
             yield item
-            del item, batch, requested  # otherwise the batch would stay alive while waiting for the next one
+            del item  # otherwise the batch would stay alive while waiting for the next one
     finally:
-        if ahead is not None and ahead[1] is not None:
-            ahead[1].close()
+        for left in (requested, ahead):
+            if left is not None:
+                left.close()
 
 
-def request(fetch: Fetch, batch_index: int) -> tuple[int, Requested | None]:
-    try:
-        return batch_index, fetch(batch_index)
-    except Exception as error:  # any error must wait until the batch before this one is delivered
-        return batch_index, _Failed(error)
-
-
-def _received(requested: Requested) -> Fetched | None:
-    """Wait for the batch; None: the stream has ended, or stops."""
+def _has_come(requested: Requested) -> bool:
+    """Wait for the batch. False: the stream has ended, or stops."""
     try:
         return requested.receive()
     except EndOfPartitionError as end:
         logger.info("%s", end)
-        return None
-    finally:
-        requested.close()
+        return False

@@ -45,21 +45,20 @@ class Bundle:
         """
         stream = io.BytesIO()
         _Packer(stream, pickle.HIGHEST_PROTOCOL).dump(self.items)
-        own = self.batch_index, self.first, self.has_groups
-        return Packed(own, stream.getvalue(), os.getpid(), segments.retired())
+        return Packed(replace(self, items=[]), stream.getvalue(), os.getpid(), segments.retired())
 
 
 @dataclass(slots=True)
 class Packed:
-    """A pickled bundle. ``own``: the rest of it. ``retired``: segments of this worker that are no longer lent."""
+    """A bundle whose items are pickled. ``retired``: segments of this worker that are no longer lent."""
 
-    own: tuple[int, int, bool]
+    bundle: Bundle
     items: bytes
     worker: int
     retired: list[int]
 
     def __reduce__(self) -> Any:
-        return _unpacked, (self.own, self.items, self.worker, self.retired)
+        return _unpacked, (self.bundle, self.items, self.worker, self.retired)
 
 
 class _Packer(ForkingPickler):
@@ -95,9 +94,8 @@ class _Unpacker(pickle.Unpickler):
         return from_bytes(np.frombuffer(bytearray(content), np.uint8), dtype_of(dtype), shape)
 
 
-def _unpacked(own: tuple[int, int, bool], packed: bytes, worker: int, retired: list[int]) -> Bundle:
+def _unpacked(bundle: Bundle, packed: bytes, worker: int, retired: list[int]) -> Bundle:
     # The pickle comes from this loader's own worker, like everything else torch unpickles from workers.
-    items = _Unpacker(packed).load()
+    bundle.items = _Unpacker(packed).load()
     segments.unmap(worker, retired)
-    batch_index, first, has_groups = own
-    return Bundle(batch_index, items, first, has_groups)
+    return bundle

@@ -10,7 +10,7 @@ import torch
 from transfer_queue.errors import InvalidRequestError
 
 _MAX_NAME_BYTES = 1024
-_EDITION, _ITERATION, _CANCELLED, _BATCH, _MICRO, _NAME_LENGTH, _NAME = range(7)
+_ITERATION, _CANCELLED, _BATCH, _MICRO, _NAME_LENGTH, _NAME = range(6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Cursor:
 
     def __init__(self) -> None:
         self._cells = torch.zeros(_NAME + _MAX_NAME_BYTES // 8, dtype=torch.int64).share_memory_()
-        self._joined = 0
+        self._opened = self._joined = 0
 
     # ---- in the loader's process ----
 
@@ -47,12 +47,12 @@ class Cursor:
         """End the current iteration and start the next one here. Returns its number."""
         name = start.partition_id.encode()
         cells = self._cells
-        cells[_EDITION] += 1  # odd: being written
+        cells[_ITERATION] = 0  # a worker that reads meanwhile finds its iteration over
         cells[_BATCH], cells[_MICRO], cells[_NAME_LENGTH] = start.batch_index, start.micro_batch, len(name)
         cells[_NAME:].view(torch.uint8).numpy()[: len(name)] = list(name)
-        cells[_ITERATION] += 1
-        cells[_EDITION] += 1
-        return int(cells[_ITERATION])
+        self._opened += 1
+        cells[_ITERATION] = self._opened
+        return self._opened
 
     def cancel(self, iteration: int) -> None:
         """Cancel this iteration, so that its workers may stop waiting."""
@@ -67,15 +67,14 @@ class Cursor:
 
     def start_of(self, iteration: int) -> Start | None:
         """Return where this iteration starts; None if it is already over."""
-        while True:
-            edition = int(self._cells[_EDITION])
-            _, current, _, batch, micro, length, *_ = self._cells.tolist()
-            name = bytes(self._cells[_NAME:].view(torch.uint8)[:length].tolist())
-            if edition % 2 == 0 and int(self._cells[_EDITION]) == edition:
-                return Start(name.decode(), batch, micro) if current == iteration else None
+        current, _, batch, micro, length, *_ = self._cells.tolist()
+        name = bytes(self._cells[_NAME:].view(torch.uint8)[:length].tolist())
+        if not current == iteration == int(self._cells[_ITERATION]):  # it may also have ended while this was read
+            return None
+        return Start(name.decode(), batch, micro)
 
     # ---- in both ----
 
     def is_over(self, iteration: int) -> bool:
         """Return whether the iteration was cancelled or the next one opened."""
-        return int(self._cells[_CANCELLED]) >= iteration or int(self._cells[_ITERATION]) > iteration
+        return int(self._cells[_CANCELLED]) >= iteration or int(self._cells[_ITERATION]) != iteration

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -16,11 +17,11 @@ from transfer_queue import protocol as p
 from transfer_queue.client import TransferQueueClient
 from transfer_queue.client.get import FetchedBatch, fetch_request
 from transfer_queue.config import environment_number
-from transfer_queue.dataloader.batch_stream import Fetched, Requested
+from transfer_queue.dataloader.batch_stream import Requested
 from transfer_queue.diagnosis import Finding, not_ready
 from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError, InvalidRequestError, QueueUnreachableError
 from transfer_queue.metadata import BatchMeta
-from transfer_queue.transport.blocking import PendingCall, run_blocking
+from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.utils.logging_utils import get_logger
 
 logger = get_logger(__name__)
@@ -29,24 +30,6 @@ _LOST_S = 1.0
 """Between two requests of a batch that can't be read: the controller may not know yet that a unit is lost."""
 
 _ARGUMENTS = ("tq_client", "data_fields", "batch_size", "partition_id", "task_name", "sampling_config", "batch_index")
-
-
-@dataclass(frozen=True, slots=True)
-class StreamSpec:
-    """What a stream asks for with every batch."""
-
-    data_fields: list[str]
-    batch_size: int | None
-    task_name: str
-    sampling_config: Mapping[str, Any]
-    finite: bool = False
-    timeout_s: float | None = None
-    report_every_s: float = 30.0
-    fetch_batch_fn: Callable[..., Any] | None = None
-    partly_taken: tuple[int, int] | None = None
-    """(batch, rows of it that were already taken): only the remaining rows are requested."""
-    pass_start: int | None = None
-    """The first batch of this pass: those before it were trained. All readers of a pass get the same end of stream."""
 
 
 def default_fetch_batch_fn(
@@ -76,117 +59,51 @@ def default_fetch_batch_fn(
     return (tq_client.get_data(meta), meta) if meta.size else (None, meta)
 
 
-class _QueueBatch:
-    """A batch that the queue returned."""
-
-    def __init__(self, fetcher: BatchFetcher, batch_index: int, batch: FetchedBatch) -> None:
-        self._fetcher = fetcher
-        self._index = batch_index
-        self._batch = batch
-
-    def open(self) -> tuple[Any, BatchMeta]:
-        """Values that were lost with a storage unit are waited for until their producers have put them again."""
-        last_text = ""
-        while True:
-            try:
-                return self._fetcher.client.take(self._batch), self._batch.meta
-            except QueueUnreachableError as error:
-                if str(error) != last_text:  # it may take some tries until the controller misses the unit, too
-                    last_text = str(error)
-                    logger.warning("batch %d can't be read, and is requested again: %s", self._index, last_text)
-                again = None if self._fetcher.pause(_LOST_S) else _FromQueue(self._fetcher, self._index).answer()
-                if again is None:
-                    raise
-                self._batch = again
-
-    def close(self) -> None:
-        run_blocking(self._batch.close())
-
-
-class _FunctionBatch(NamedTuple):
-    """A batch that a user's function returned."""
-
-    data: Any
-    meta: BatchMeta
-
-    def open(self) -> tuple[Any, BatchMeta]:
-        return self.data, self.meta
-
-    def close(self) -> None:
-        """There is nothing to release."""
-
-
 class _Stopped(Exception):
     """The stream is to stop while it waits."""
 
 
+@dataclass
 class BatchFetcher:
-    """Requests batches of one partition by index. ``pause(seconds)`` waits, and returns True to stop."""
+    """Requests batches of one partition by index."""
 
-    def __init__(
-        self,
-        client: TransferQueueClient,
-        spec: StreamSpec,
-        partition_id: str,
-        pause: Callable[[float], bool],
-        may_stop: bool = True,
-    ) -> None:
-        """``may_stop`` False: ``pause`` always returns False."""
-        self.look = self._look if may_stop else None
-        self.client = client
-        self.spec = spec
-        self.partition = partition_id
-        self.pause = pause
-        self._custom = None if spec.fetch_batch_fn is None else as_fetch(spec.fetch_batch_fn)
-        self._last: str | None = None  # token of the previous batch: its partition may be cleared and created again
+    client: TransferQueueClient
+    partition: str
+    data_fields: list[str]
+    batch_size: int | None
+    task_name: str
+    sampling_config: Mapping[str, Any]
+    should_stop: Callable[[], bool] | None = None
+    """Asked now and then; True ends the stream."""
+    finite: bool = False
+    timeout_s: float | None = None
+    report_every_s: float = 30.0
+    fetch_batch_fn: Callable[..., Any] | None = None
+    first: int | None = None
+    """The first batch of this pass: those before it were trained. All readers of a pass get the same end of stream."""
+    taken_rows: int = 0
+    """Rows of the first batch that were already taken: only the remaining ones are requested."""
+    last: str | None = None
+    """Token of the previous batch: its partition may be cleared and created again."""
+
+    def __post_init__(self) -> None:
+        self.custom = None if self.fetch_batch_fn is None else as_fetch(self.fetch_batch_fn)
 
     def __call__(self, batch_index: int) -> Requested | None:
         """Request a batch, which must be received before the next request; None: stop."""
         if self.pause(0.0):
             return None
-        return _FromQueue(self, batch_index) if self._custom is None else _FromFunction(self, batch_index)
+        return _FromQueue(self, batch_index) if self.custom is None else _FromFunction(self, batch_index)
 
-    def _look(self) -> None:
+    def pause(self, seconds: float) -> bool:
+        """Wait. Returns True to stop."""
+        if seconds:
+            threading.Event().wait(seconds)
+        return self.should_stop is not None and self.should_stop()
+
+    def look(self) -> None:
         if self.pause(0.0):
             raise _Stopped
-
-    def start(self, batch_index: int, wait_s: float, waited_s: float = 0.0) -> PendingCall[FetchedBatch | p.NotReady]:
-        """Start the request, which may wait in the controller for ``wait_s`` seconds."""
-        spec = self.spec
-        fetch = fetch_request(
-            spec.data_fields, spec.batch_size or 0, self.partition, spec.task_name, spec.sampling_config, wait_s
-        )
-        skip = spec.partly_taken[1] if spec.partly_taken is not None and batch_index == spec.partly_taken[0] else 0
-        return self.client.start_fetch_batch(
-            msgspec.structs.replace(
-                fetch,
-                batch_index=batch_index,
-                after=self._last,
-                finite=spec.finite,
-                pass_start=spec.pass_start if spec.finite else None,
-                skip=skip,
-                waited_s=waited_s,
-                trained=spec.pass_start,
-            )
-        )
-
-    def received(self, batch_index: int, batch: FetchedBatch) -> Fetched:
-        """Wrap the queue's answer, and remember its token for the next batch."""
-        self._last = batch.meta.token
-        return _QueueBatch(self, batch_index, batch)
-
-    def call(self, batch_index: int) -> Fetched | None:
-        """Call the user's function once; return None, after a pause, if it has nothing yet."""
-        spec = self.spec
-        assert self._custom is not None
-        asked = (spec.data_fields, spec.batch_size, self.partition, spec.task_name, dict(spec.sampling_config))
-        data, meta = self._custom((self.client, *asked, batch_index))
-        if data is not None:
-            return _FunctionBatch(data, meta)
-        if spec.finite and self.client.check_consumption_status(spec.task_name, self.partition):
-            raise EndOfPartitionError(f"every sample of {self.partition!r} is consumed by {spec.task_name!r}.")
-        self.pause(environment_number("TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL", 0.05))
-        return None
 
 
 class _Wait:
@@ -194,7 +111,6 @@ class _Wait:
 
     def __init__(self, fetcher: BatchFetcher) -> None:
         self._fetcher = fetcher
-        self._spec = fetcher.spec
         self._began = self._reported = time.monotonic()
 
     def waited_s(self) -> float:
@@ -202,26 +118,26 @@ class _Wait:
 
     def left_s(self) -> float:
         """The longest wait of the next request: up to the next report, which says what it waits for."""
-        now, spec = time.monotonic(), self._spec
-        left = self._reported + spec.report_every_s - now
-        return max(0.0, left if spec.timeout_s is None else min(left, self._began + spec.timeout_s - now))
+        now, timeout_s = time.monotonic(), self._fetcher.timeout_s
+        left = self._reported + self._fetcher.report_every_s - now
+        return max(0.0, left if timeout_s is None else min(left, self._began + timeout_s - now))
 
     def goes_on(self, answer: p.NotReady | None) -> bool:
         """Handle an empty answer. Returns False to stop; raises BatchTimeoutError."""
-        now, spec = time.monotonic(), self._spec
-        if spec.timeout_s is not None and now >= self._began + spec.timeout_s:
+        now, timeout_s = time.monotonic(), self._fetcher.timeout_s
+        if timeout_s is not None and now >= self._began + timeout_s:
             raise BatchTimeoutError(str(self._found(answer, now - self._began)))
-        if now >= self._reported + spec.report_every_s:
+        if now >= self._reported + self._fetcher.report_every_s:
             self._reported = now
             logger.warning("%s", self._found(answer, now - self._began))
         return not self._fetcher.pause(0.0)
 
     def _found(self, answer: p.NotReady | None, waited_s: float) -> Finding:
-        spec, partition = self._spec, self._fetcher.partition
+        task, partition = self._fetcher.task_name, self._fetcher.partition
         if answer is not None:
-            return not_ready(answer, spec.task_name, partition, spec.data_fields, waited_s)
+            return not_ready(answer, task, partition, self._fetcher.data_fields, waited_s)
         return Finding(
-            kind="fetch", what=f"task {spec.task_name!r}", waits_for=f"a batch of {partition!r}", age_s=waited_s,
+            kind="fetch", what=f"task {task!r}", waits_for=f"a batch of {partition!r}", age_s=waited_s,
             held_up_by=("fetch_batch_fn has returned none so far",),
             to_do=("check the producers", "wait longer (timeout_s)"),
         )  # fmt: skip
@@ -233,28 +149,65 @@ class _FromQueue:
     def __init__(self, fetcher: BatchFetcher, batch_index: int) -> None:
         self._fetcher = fetcher
         self._index = batch_index
-        wait_s = _Wait(fetcher).left_s()
+        self._batch: FetchedBatch | None = None
+        self._request(_Wait(fetcher).left_s())
+
+    def _request(self, wait_s: float, waited_s: float = 0.0) -> None:
+        """Start the request, which may wait in the controller for ``wait_s`` seconds."""
+        own = self._fetcher
+        fetch = fetch_request(
+            own.data_fields, own.batch_size or 0, own.partition, own.task_name, own.sampling_config, wait_s
+        )
         self._parked_until = time.monotonic() + wait_s
-        self._pending = fetcher.start(batch_index, wait_s)
+        self._pending = own.client.start_fetch_batch(
+            msgspec.structs.replace(
+                fetch,
+                batch_index=self._index,
+                after=own.last,
+                finite=own.finite,
+                pass_start=own.first if own.finite else None,
+                skip=own.taken_rows if self._index == own.first else 0,
+                waited_s=waited_s,
+                trained=own.first,
+            )
+        )
 
-    def receive(self) -> Fetched | None:
-        answer = self.answer()
-        return None if answer is None else self._fetcher.received(self._index, answer)
-
-    def answer(self) -> FetchedBatch | None:
-        """The batch; None: stop."""
+    def receive(self) -> bool:
         wait = _Wait(self._fetcher)
         is_news = time.monotonic() < self._parked_until
         with contextlib.suppress(_Stopped):
-            while isinstance(answer := self._pending.finish(self._fetcher.look), p.NotReady):
+            look = None if self._fetcher.should_stop is None else self._fetcher.look
+            while isinstance(answer := self._pending.finish(look), p.NotReady):
                 if is_news and not wait.goes_on(answer):
-                    return None
-                self._pending, is_news = self._fetcher.start(self._index, wait.left_s(), wait.waited_s()), True
-            return answer
-        return None
+                    return False
+                self._request(wait.left_s(), wait.waited_s())
+                is_news = True
+            self._batch, self._fetcher.last = answer, answer.meta.token
+            return True
+        return False
+
+    def open(self) -> tuple[Any, BatchMeta]:
+        """Values that were lost with a storage unit are waited for until their producers have put them again."""
+        last_text = ""
+        while True:
+            assert self._batch is not None, "received"
+            try:
+                return self._fetcher.client.take(self._batch), self._batch.meta
+            except QueueUnreachableError as error:
+                if str(error) != last_text:  # it may take some tries until the controller misses the unit, too
+                    last_text = str(error)
+                    logger.warning("batch %d can't be read, and is requested again: %s", self._index, last_text)
+                if self._fetcher.pause(_LOST_S) or not self._receive_again():
+                    raise
+
+    def _receive_again(self) -> bool:
+        self._request(_Wait(self._fetcher).left_s())
+        return self.receive()
 
     def close(self) -> None:
         self._pending.close()
+        if self._batch is not None:
+            run_blocking(self._batch.close())
 
 
 class _FromFunction:
@@ -263,47 +216,54 @@ class _FromFunction:
     def __init__(self, fetcher: BatchFetcher, batch_index: int) -> None:
         self._fetcher = fetcher
         self._index = batch_index
+        self._found: tuple[Any, BatchMeta] | None = None
 
-    def receive(self) -> Fetched | None:
+    def receive(self) -> bool:
         wait = _Wait(self._fetcher)
-        while (batch := self._fetcher.call(self._index)) is None:
+        while not self._has_called():
             if not wait.goes_on(None):
-                return None
-        return batch
+                return False
+        return True
+
+    def _has_called(self) -> bool:
+        """Call the user's function once. False, after a pause, if it has nothing yet."""
+        own = self._fetcher
+        assert own.custom is not None
+        config = dict(own.sampling_config)
+        asked = (own.client, own.data_fields, own.batch_size, own.partition, own.task_name, config, self._index)
+        data, meta = own.custom(dict(zip(_ARGUMENTS, asked, strict=True)))
+        if data is not None:
+            self._found = data, meta
+            return True
+        if own.finite and own.client.check_consumption_status(own.task_name, own.partition):
+            raise EndOfPartitionError(f"every sample of {own.partition!r} is consumed by {own.task_name!r}.")
+        own.pause(environment_number("TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL", 0.05))
+        return False
+
+    def open(self) -> tuple[Any, BatchMeta]:
+        assert self._found is not None, "received"
+        return self._found
 
     def close(self) -> None:
         """There is nothing to release."""
 
 
-def as_fetch(function: Callable[..., Any]) -> Callable[[tuple[Any, ...]], Any] | None:
-    """Adapt the user's function: by parameter names, else in the documented order. None: it is the default function.
+def as_fetch(function: Callable[..., Any]) -> Callable[[Mapping[str, Any]], Any] | None:
+    """Adapt the user's function: it gets those of the arguments that it names. None: it is the default function.
 
     Raises:
-        ValueError: it can't be called either way.
+        ValueError: it can't be called by these names.
     """
     if function is default_fetch_batch_fn:
         return None
     signature = inspect.signature(function)
-    parameters = signature.parameters.values()
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    named = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
-    names = [name for name in _ARGUMENTS if takes_any or name in named]
-    if names and _binds(signature, **dict.fromkeys(names)):
-        chosen = frozenset(names)
-        return lambda values: function(
-            **{name: value for name, value in zip(_ARGUMENTS, values, strict=True) if name in chosen}
-        )
-    if _binds(signature, *_ARGUMENTS):
-        return lambda values: function(*values)
-    raise InvalidRequestError(
-        f"fetch_batch_fn has the parameters {signature}, so it can be called neither by name nor by position. It gets "
-        f"{', '.join(_ARGUMENTS)}: take those by these names (any of them, or **kwargs), or all seven by position."
-    )
-
-
-def _binds(signature: inspect.Signature, *args: Any, **kwargs: Any) -> bool:
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    names = [name for name in _ARGUMENTS if takes_any or name in signature.parameters]
     try:
-        signature.bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
+        signature.bind(**dict.fromkeys(names or _ARGUMENTS))
+    except TypeError as error:
+        raise InvalidRequestError(
+            f"fetch_batch_fn has the parameters {signature}, so it can't be called ({error}). It is called by name "
+            f"with those of {', '.join(_ARGUMENTS)} that it has, or with all of them if it takes **kwargs."
+        ) from None
+    return lambda values: function(**{name: values[name] for name in names})

@@ -22,7 +22,6 @@ import torch
 from transfer_queue.storage import recycling
 from transfer_queue.storage.pack import dtype_name, dtype_of, from_bytes
 from transfer_queue.storage.recycling import KEPT_NBYTES, Recycler, Watch, watched
-from transfer_queue.storage.wire import ByteArray
 
 LEAST_NBYTES = 64 * 1024
 """Smaller columns are copied into the message instead."""
@@ -96,9 +95,7 @@ class Segments(Recycler):
             lent: Iterator[tuple[Any, int]] = ((watch.memory, watch.nbytes) for watch in self._watches.values())
             found = (each for each, nbytes in lent if each.first <= begin and end <= each.first + nbytes)
             segment: Any = next(found, None)
-        if segment is None:
-            return None
-        if segment.lent == _SLOTS:
+        if segment is None or segment.lent == _SLOTS:
             return None
         slot, segment.lent = segment.lent, segment.lent + 1
         known, segment.is_known = segment.is_known, True
@@ -164,11 +161,10 @@ class Segments(Recycler):
 
 
 class _Receipt(Watch):
-    __slots__ = ("at", "mark", "process")
+    __slots__ = ("at", "mark")
 
     at: int
     mark: int
-    process: int
 
 
 _own: Segments | None = None
@@ -209,20 +205,15 @@ def receive(lent: Lent) -> torch.Tensor:
     memory = _mapped[lent.owner, lent.segment]
     dtype = dtype_of(lent.dtype)
     nbytes = torch.Size(lent.shape).numel() * dtype.itemsize
-    return from_bytes(_received(memory, lent.offset, nbytes, lent.slot), dtype, lent.shape)
-
-
-def _received(memory: mmap.mmap, offset: int, nbytes: int, slot: int) -> ByteArray:
-    receipt, whole = watched(memory, offset + nbytes, _Receipt, _release)
-    receipt.at, receipt.mark, receipt.process = len(memory) - _SLOTS + slot, _DROPPED, os.getpid()
+    receipt, whole = watched(memory, lent.offset + nbytes, _Receipt, _release)
+    receipt.at, receipt.mark = len(memory) - _SLOTS + lent.slot, _DROPPED
     _receipts[id(receipt)] = receipt
-    return whole[offset:]
+    return from_bytes(whole[lent.offset :], dtype, lent.shape)
 
 
 def _release(receipt: _Receipt) -> None:
     del _receipts[id(receipt)]
-    if receipt.process == os.getpid():  # otherwise a fork has released its copy, which the parent still owns
-        receipt.memory[receipt.at] = receipt.mark
+    receipt.memory[receipt.at] = receipt.mark
 
 
 def unmap(owner: int, segments: Iterable[int]) -> None:
@@ -243,3 +234,4 @@ def _mark_as_forked() -> None:
 
 
 os.register_at_fork(before=_mark_as_forked, after_in_child=_mapped.clear)
+os.register_at_fork(after_in_child=_receipts.clear)  # a fork releases nothing: the parent still owns all

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -125,14 +126,11 @@ def split(td: TensorDict, batch_meta: BatchMeta, sizes: Sequence[int]) -> list[P
         return [(td, batch_meta)]
     cut = _Cut(sizes)
     columns = {name: cut(td.get(name)) for name in td.keys()}  # noqa: SIM118  (iterating gives rows)
-    metas = batch_meta.chunk_by_size(list(sizes))
-    parts = []
-    for position, (size, meta) in enumerate(zip(sizes, metas, strict=True)):
-        part = TensorDict({}, batch_size=[size], device=td.device)
-        for name, pieces in columns.items():
-            part.set(name, pieces[position])
-        parts.append((part, meta))
-    return parts
+    parts = [
+        TensorDict({name: pieces[at] for name, pieces in columns.items()}, batch_size=[size], device=td.device)
+        for at, size in enumerate(sizes)
+    ]
+    return list(zip(parts, batch_meta.chunk_by_size(list(sizes)), strict=True))
 
 
 def _rows(td: Any) -> int:
@@ -156,19 +154,18 @@ class _Cut:
     """Cuts the columns of one batch by the same sizes. Jagged columns that share offsets share them in every part."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        self._sizes = sizes
+        self._parts = [slice(*edges) for edges in pairwise([0, *accumulate(sizes)])]
         self._rows: dict[int, list[_Rows]] = {}
 
     def __call__(self, column: Any) -> list[Any]:
-        if not isinstance(column, torch.Tensor):
-            return _slices(column, self._sizes)
-        if not column.is_nested:
-            return list(torch.split(column, list(self._sizes)))
+        if not isinstance(column, torch.Tensor) or not column.is_nested:
+            return [column[part] for part in self._parts]
         if is_simple_jagged(column):
             return self._jagged(column)
+        rows = column.unbind()
         return [
-            torch.nested.nested_tensor(list(part), layout=column.layout, dtype=column.dtype, device=column.device)
-            for part in _slices(column.unbind(), self._sizes)
+            torch.nested.nested_tensor(list(rows[part]), layout=column.layout, dtype=column.dtype, device=column.device)
+            for part in self._parts
         ]
 
     def _jagged(self, column: Any) -> list[torch.Tensor]:
@@ -187,21 +184,15 @@ class _Cut:
 
     def _rows_of(self, offsets: torch.Tensor) -> list[_Rows]:
         lengths, edges = offsets.diff().tolist(), offsets.tolist()
-        parts, start = [], 0
-        for size in self._sizes:
-            stop, own = start + size, lengths[start : start + size]
-            begin = edges[start]
-            parts.append(_Rows(slice(begin, edges[stop]), offsets[start : stop + 1] - begin, min(own), max(own)))
-            start = stop
-        return parts
-
-
-def _slices(rows: Any, sizes: Sequence[int]) -> list[Any]:
-    parts, start = [], 0
-    for size in sizes:
-        parts.append(rows[start : start + size])
-        start += size
-    return parts
+        return [
+            _Rows(
+                slice(edges[part.start], edges[part.stop]),
+                offsets[part.start : part.stop + 1] - edges[part.start],
+                min(lengths[part]),
+                max(lengths[part]),
+            )
+            for part in self._parts
+        ]
 
 
 def _lengths(td: TensorDict, meta: BatchMeta, name: str) -> list[int]:

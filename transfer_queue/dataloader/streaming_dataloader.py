@@ -25,19 +25,15 @@ from transfer_queue.storage import pack, unpack
 _LOOK_EVERY_S = 0.25
 
 
-def identity(batch: Any) -> Any:
-    """The default collate function, at module level so that spawned workers can import it."""
-    return batch
-
-
 class _PerItem:
     """Applies the user's collate function to the items of a bundle, and packs the bundle in a worker."""
 
-    def __init__(self, function: Callable[[Any], Any]) -> None:
+    def __init__(self, function: Callable[[Any], Any] | None) -> None:
         self.function = function
 
     def __call__(self, bundle: Bundle) -> Bundle | Packed:
-        collated = replace(bundle, items=[self.function(item) for item in bundle.items])
+        items = bundle.items if self.function is None else [self.function(item) for item in bundle.items]
+        collated = replace(bundle, items=items)
         return collated if get_worker_info() is None else collated.packed()
 
 
@@ -79,12 +75,14 @@ class StreamingDataLoader(DataLoader[Any]):
         """
         # Every argument is also an attribute, because Lightning rebuilds loaders from attributes.
         self.num_batches = num_batches
+        self.stream = dataset
+        """The dataset, with its type."""
         self._cursor: Cursor | None = None
         super().__init__(
             dataset,
             batch_size=None,
             num_workers=num_workers,
-            collate_fn=collate_fn if isinstance(collate_fn, _PerItem) else _PerItem(collate_fn or identity),
+            collate_fn=collate_fn if isinstance(collate_fn, _PerItem) else _PerItem(collate_fn),
             pin_memory=pin_memory,
             worker_init_fn=worker_init_fn,
             multiprocessing_context=multiprocessing_context,
@@ -92,13 +90,6 @@ class StreamingDataLoader(DataLoader[Any]):
             persistent_workers=persistent_workers,
             pin_memory_device=pin_memory_device,
         )
-
-    @property
-    def stream(self) -> StreamingDataset:
-        """The dataset, with its type."""
-        dataset = self.dataset
-        assert isinstance(dataset, StreamingDataset)
-        return dataset
 
     def __len__(self) -> int:
         if self.num_batches is None:
@@ -114,10 +105,8 @@ class StreamingDataLoader(DataLoader[Any]):
     def _from_workers(self, origin: Origin) -> Iterator[Any]:
         # Persistent workers only know the cursor they were started with.
         # Other workers get a new cursor each time, so that two iterators of one loader are independent.
-        starts_workers = self._cursor is None or not self.persistent_workers
-        if self._cursor is None or starts_workers:
-            self._cursor = Cursor()
-        cursor = self._cursor
+        kept = self._cursor if self.persistent_workers else None
+        cursor = self._cursor = kept or Cursor()
         iteration = cursor.open(origin.start)
         _import_what_workers_will()
         self.stream.worker_cursor = cursor
@@ -126,7 +115,7 @@ class StreamingDataLoader(DataLoader[Any]):
             bundles: Any = super().__iter__()
         finally:
             self.stream.worker_cursor = None
-        if starts_workers:
+        if kept is None:
             weakref.finalize(bundles, unmap_owners, [worker.pid for worker in bundles._workers])  # they end with it
         turn = WorkerTurn(bundles, cursor, iteration, self.persistent_workers, self.stream.should_stop)
         items = self._items(iter(turn), origin, turn)
@@ -146,7 +135,9 @@ class StreamingDataLoader(DataLoader[Any]):
         finally:
             bundles.close()
             if turn is not None:
-                self._end(turn, failed)
+                turn.end(failed)
+                if failed:  # persistent workers were ended, so the next iterator needs new ones
+                    self._iterator = self._cursor = None
 
     def _taken(self, bundles: Iterator[Any], origin: Origin) -> Iterator[Any]:
         for batch_index, bundle in enumerate(bundles, origin.start.batch_index):
@@ -155,11 +146,6 @@ class StreamingDataLoader(DataLoader[Any]):
             if bundle.batch_index != batch_index:
                 return
             yield from self.stream.take(bundle, origin)
-
-    def _end(self, turn: WorkerTurn, failed: bool) -> None:
-        turn.end(failed)
-        if failed:  # persistent workers were ended, so the next iterator needs new ones
-            self._iterator = self._cursor = None
 
     def _collated(self, bundles: Iterator[Any]) -> Iterator[Any]:
         pinned = self.pin_memory and torch.accelerator.is_available()  # as torch does for workers

@@ -9,7 +9,8 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import cache, partial
+from dataclasses import asdict
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -18,12 +19,7 @@ from transfer_queue.client import TransferQueueClient
 from transfer_queue.dataloader.batch_stream import batch_stream
 from transfer_queue.dataloader.bundle import Bundle
 from transfer_queue.dataloader.cursor import Cursor, Start
-from transfer_queue.dataloader.fetching import (
-    BatchFetcher,
-    StreamSpec,
-    as_fetch,
-    default_fetch_batch_fn,
-)
+from transfer_queue.dataloader.fetching import BatchFetcher, as_fetch, default_fetch_batch_fn
 from transfer_queue.dataloader.segments import take_all_from_segments
 from transfer_queue.dataloader.splitting import chunk_batch_fn, chunk_groups, with_heads
 from transfer_queue.errors import InvalidRequestError
@@ -111,6 +107,10 @@ class StreamingDataset(IterableDataset[Any]):
             ValueError: an invalid size, rank or list of fields.
         """
         super().__init__()
+        numbers = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "dp_size": dp_size}
+        for name, number in numbers.items():
+            if number is not None and number < 1:
+                raise InvalidRequestError(f"{name} must be at least 1, got {number}.")
         _check_sizes(batch_size, micro_batch_size)
         _check_values(dp_rank, dp_size, data_fields, layout)
         self.config = seen_from_here(config) if config is not None else _config_of_this_process()
@@ -131,11 +131,8 @@ class StreamingDataset(IterableDataset[Any]):
         self.head_fields = head_fields
         if fetch_batch_fn is not None:
             as_fetch(fetch_batch_fn)  # raises now rather than at the first batch
-        self.sampling_config: dict[str, Any] = {
-            "dp_rank": dp_rank,
-            "task_name": task_name,
-            **_with_dp_rank(sampling_config or {}),
-        }
+        own = _with_dp_rank(sampling_config or {})
+        self.sampling_config: dict[str, Any] = {"dp_rank": dp_rank, "task_name": task_name, **own}
         if dp_size is not None:
             self.sampling_config["dp_size"] = dp_size
         if where is not None:
@@ -182,8 +179,7 @@ class StreamingDataset(IterableDataset[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the items taken so far, without prefetched ones, as plain data."""
-        where = self.position
-        return {"partition_id": where.partition_id, "batch_index": where.batch_index, "micro_batch": where.micro_batch}
+        return asdict(self.position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after this position with the next iterator.
@@ -241,42 +237,37 @@ class StreamingDataset(IterableDataset[Any]):
         """Yield this worker's share of the batches from ``start`` on, until the stream or the iteration ends."""
         worker = get_worker_info()
         first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        client, spec = self._own_client(), self._spec(start, stride)
-        should_stop = self.should_stop if worker is None else is_over
-        pause = partial(_pause, should_stop or (lambda: False))
-        fetch = BatchFetcher(client, spec, start.partition_id, pause, should_stop is not None)
+        client, should_stop = self._own_client(), self.should_stop if worker is None else is_over
+        fetch = self._fetcher(client, start, stride, should_stop)
         with closing(batch_stream(fetch, start.batch_index + first, stride, self.prefetch)) as batches:
             for batch_index, data, meta in batches:
-                rest = (
-                    spec.partly_taken is not None
-                    and batch_index == spec.partly_taken[0]
-                    and meta.size < (self.batch_size or 0)
-                )
+                is_rest = fetch.taken_rows and batch_index == start.batch_index and meta.size < (self.batch_size or 0)
                 items = list(self._process(data, meta))
                 if self.head_fields is not None:
                     get_heads = getattr(self.fetch_batch_fn, "get_heads", client.get_heads)
                     items = with_heads(items, meta, get_heads(meta, self.head_fields, client.storage_manager.layout))
                 has_groups = getattr(meta, "heads", None) is not None  # a user's function may give something else
-                yield Bundle(batch_index, items, start.micro_batch if rest else 0, has_groups)
+                yield Bundle(batch_index, items, start.micro_batch if is_rest else 0, has_groups)
                 del data, meta, items  # otherwise they would stay alive while waiting for the next batch
 
-    def _spec(self, start: Start, num_readers: int) -> StreamSpec:
+    def _fetcher(
+        self, client: TransferQueueClient, start: Start, num_readers: int, should_stop: Callable[[], bool] | None
+    ) -> BatchFetcher:
         config = self.sampling_config
         if num_readers > 1:  # a fast worker must not take the samples of a batch that another worker waits for
             config = {**config, "first_index": start.batch_index}
-        return StreamSpec(
-            self.data_fields, self.batch_size, self.task_name, config,
+        return BatchFetcher(
+            client, start.partition_id, self.data_fields, self.batch_size, self.task_name, config, should_stop,
             self.should_check_consumption_status, self.timeout_s, self.report_every_s, self.fetch_batch_fn,
-            self._partly_taken(start), start.batch_index,
+            start.batch_index, self._taken_rows(start),
         )  # fmt: skip
 
-    def _partly_taken(self, start: Start) -> tuple[int, int] | None:
-        """(batch, rows of it that were already taken) if it was cut into equal micro-batches; else None."""
-        if self.batch_size is None or self.micro_batch_size is None or not start.micro_batch:
-            return None  # of a batch of groups, all rows stay until it is acknowledged
-        if self.fetch_batch_fn is not None or self.process_batch_fn is not None:
-            return None
-        return start.batch_index, start.micro_batch * self.micro_batch_size
+    def _taken_rows(self, start: Start) -> int:
+        """Rows of the first batch that were already taken, if it was cut into equal micro-batches; else 0."""
+        if self.fetch_batch_fn is not None or self.process_batch_fn is not None or self.micro_batch_size is None:
+            return 0
+        # Of a batch of groups, all rows stay until it is acknowledged.
+        return 0 if self.batch_size is None else start.micro_batch * self.micro_batch_size
 
     def _process(self, data: Any, meta: Any) -> Iterable[Any]:
         if self.process_batch_fn is not None:
@@ -304,13 +295,6 @@ class StreamingDataset(IterableDataset[Any]):
     def __getstate__(self) -> dict[str, Any]:
         # Sockets can't be pickled, and ``should_stop`` is asked in the loader's process.
         return {**self.__dict__, "_client": None, "should_stop": None}
-
-
-def _pause(should_stop: Callable[[], bool], seconds: float) -> bool:
-    """Wait before a user's fetch function is called again. Returns True to stop."""
-    if seconds:
-        threading.Event().wait(seconds)
-    return should_stop()
 
 
 @cache
@@ -343,10 +327,6 @@ def _close_in_process(client: TransferQueueClient, pid: int) -> None:
 
 
 def _check_sizes(batch_size: int | None, micro_batch_size: int | None) -> None:
-    if batch_size is not None and batch_size < 1:
-        raise InvalidRequestError(f"batch_size must be at least 1, got {batch_size}.")
-    if micro_batch_size is not None and micro_batch_size < 1:
-        raise InvalidRequestError(f"micro_batch_size must be at least 1, got {micro_batch_size}.")
     if batch_size is None:
         return
     if micro_batch_size is None:
@@ -358,8 +338,6 @@ def _check_sizes(batch_size: int | None, micro_batch_size: int | None) -> None:
 def _check_values(dp_rank: int, dp_size: int | None, data_fields: Sequence[str] | str, layout: str | None) -> None:
     if dp_rank < 0:
         raise InvalidRequestError(f"dp_rank must be at least 0, got {dp_rank}.")
-    if dp_size is not None and dp_size < 1:
-        raise InvalidRequestError(f"dp_size must be at least 1, got {dp_size}.")
     if dp_size is not None and dp_rank >= dp_size:
         raise InvalidRequestError(f"dp_rank {dp_rank} with dp_size {dp_size}: ranks go from 0 to {dp_size - 1}.")
     if not data_fields:

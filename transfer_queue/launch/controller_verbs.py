@@ -41,13 +41,14 @@ class ControllerVerbs:
     def get_partition_index_range(self, partition_id: str) -> list[int]:
         """All global indexes of the partition, ascending."""
         indexes, _ = self.client.get_consumption_status(_NO_TASK, partition_id)
-        return [] if indexes is None else [int(index) for index in indexes.tolist()]
+        return [] if indexes is None else list(indexes.tolist())
 
     def get_partition_snapshot(self, partition_id: str) -> PartitionSnapshot | None:
         """A copy of the partition's state; None if there is none."""
         from transfer_queue.launch.partition_snapshot import PartitionSnapshot
 
-        return PartitionSnapshot.of(self.client, partition_id) if self._has(partition_id) else None
+        exists = partition_id in self.client.get_partition_list()
+        return PartitionSnapshot.of(self.client, partition_id) if exists else None
 
     def clear_partition(self, partition_id: str, clear_consumption: bool = True) -> None:
         """Delete the partition with its values, if it exists."""
@@ -65,9 +66,6 @@ class ControllerVerbs:
             raise InvalidRequestError("clear_meta needs two lists of the same length: global_indexes, partition_ids.")
         if len(global_indexes):
             self.client.clear_samples(BatchMeta(list(global_indexes), list(partition_ids)))
-
-    def _has(self, partition_id: str) -> bool:
-        return partition_id in self.client.get_partition_list()
 
     # ---- samples ----
 
@@ -108,7 +106,7 @@ class ControllerVerbs:
         entries = {name: {"dtype": None, "shape": None, **entry} for name, entry in field_schema.items()}
         packed = p.pack_indexes(list(global_indexes))
         try:
-            self._ask(p.Publish, p.Reply, partition_id, packed, to_specs(entries))
+            run_blocking(self.client.session.ask(p.Publish, p.Reply, partition_id, packed, to_specs(entries)))
         except UnknownPartitionError:
             return False
         return True
@@ -120,7 +118,7 @@ class ControllerVerbs:
         if indexes is None or produced is None or consumed is None:
             return []
         ready = produced.all(dim=1) & (consumed == 0)
-        return [int(index) for index in indexes[ready].tolist()]
+        return list(indexes[ready].tolist())
 
     def set_custom_meta(self, partition_custom_meta: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> None:
         """Replace tags, given by partition and index. Unknown partitions are ignored."""
@@ -159,7 +157,3 @@ class ControllerVerbs:
 
     def load_checkpoint(self, path: str) -> None:
         self.client.load_controller_checkpoint(path)
-
-    def _ask(self, request: type[p.Request], expected: type[p.Reply], *args: Any) -> p.Reply:
-        session = self.client.session
-        return run_blocking(session.ask(request, expected, *args))

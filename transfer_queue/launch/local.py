@@ -9,24 +9,26 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from omegaconf import DictConfig, OmegaConf
 
-from transfer_queue.config import FullConfig, preallocated_samples, to_plain, typed
+from transfer_queue.config import FullConfig, to_plain, typed
 from transfer_queue.errors import ConfigError, LaunchError, RemoteError, SamplerError, from_wire
 from transfer_queue.launch.directories import remove_directory, short_directory
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.sampler.registry import as_sampler
-from transfer_queue.server.orders import Orders, encode_orders
+from transfer_queue.server.orders import Orders
 from transfer_queue.storage.backends import StorageBootstrapProvider, is_of_units, path_of, resolve
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.utils.enum_utils import Role
 from transfer_queue.utils.logging_utils import get_logger
-from transfer_queue.utils.machine import machine_memory, pid_namespace
+from transfer_queue.utils.machine import machine_memory
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
 _log = get_logger(__name__)
@@ -35,7 +37,37 @@ _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 5.0
 
 
-class LocalQueue:
+class Servers:
+    """Server processes with a private directory for their sockets. They end with this process, also if it is killed."""
+
+    def __init__(self) -> None:
+        self._directory = short_directory("tq-")  # mode 0700, so only this user reaches the sockets
+        self._ending = ExitStack()
+        self._ending.callback(remove_directory, self._directory)
+        # Unlike atexit alone, this also runs at the end of multiprocessing children. A fork of the owner runs nothing.
+        self._finalizer = Finalize(self, self._ending.close, exitpriority=10)
+
+    def _spawn(self) -> subprocess.Popen[str]:
+        """Start a server process, which waits for its orders. The one that was started last ends first."""
+        root = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        process = subprocess.Popen(
+            [sys.executable, "-m", "transfer_queue.server.main", self._directory],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C reaches the owner only
+        )
+        self._ending.callback(_end_process, process)
+        return process
+
+    def close(self) -> None:
+        """End the servers; their values are gone. Idempotent; does nothing in a fork of the owner."""
+        self._finalizer()
+
+
+class LocalQueue(Servers):
     """A running queue that this process owns. ``conf`` is the merged configuration with the servers' addresses."""
 
     def __init__(self, conf: DictConfig, inline_nbytes: int | None = None, hosts: int = 1) -> None:
@@ -48,14 +80,7 @@ class LocalQueue:
         self._owner = os.getpid()
         self._inline_nbytes = inline_nbytes
         self._hosts = hosts
-        self._directory = short_directory("tq-")  # mode 0700, so only this user reaches the sockets
-        self._processes: list[subprocess.Popen[str]] = []
-        self._own_controller: list[tuple[SocketServer, threading.Thread]] = []
-        self._resources: list[Any] = []
-        """What the backend's bootstrap provider has started."""
-        # Unlike atexit alone, this also runs at the end of multiprocessing children.
-        args = (self._owner, self._processes, self._own_controller, self._resources, self._directory)
-        self._finalizer = Finalize(self, end_servers, args=args, exitpriority=10)
+        super().__init__()
         try:
             self.conf = self._start(self._with_backend(conf))
         except BaseException:
@@ -81,7 +106,9 @@ class LocalQueue:
         provider = StorageBootstrapProvider.get_provider(name)
         if provider is not None:
             conf = conf.copy()
-            self._resources.append(provider(conf))
+            started = provider(conf)
+            if hasattr(started, "close"):
+                self._ending.callback(started.close)
         return conf
 
     def _start(self, conf: DictConfig) -> DictConfig:
@@ -100,9 +127,9 @@ class LocalQueue:
                 "the queue holds at most %.1f GiB of values (backend.SimpleStorage.memory)", (memory or 0) / 2**30
             )
         units = {f"unit{n}": self._socket(_CONTROLLER if together else f"unit{n}") for n in range(count)}
-        apart = {} if together else units
+        others = {} if together else {name: self._spawn() for name in units}
+        # It ends before the units do, because it still reports ended clients to them.
         first = None if sampler is None else self._spawn()
-        others = {name: self._spawn() for name in apart}
         pid = self._owner if first is None else first.pid
         pids = {**dict.fromkeys([_CONTROLLER, *units], pid), **{name: each.pid for name, each in others.items()}}
         conf = with_servers(conf, self.address, units, pids)
@@ -118,7 +145,7 @@ class LocalQueue:
             send_orders(first, own)
             conf.listen = await_ready(first).get("listening") or conf.listen
         for name, process in others.items():  # they join at the controller, which has to be there
-            send_orders(process, replace(common, address=apart[name], unit=name, join=self.address))
+            send_orders(process, replace(common, address=units[name], unit=name, join=self.address))
         for process in others.values():
             await_ready(process)
         return conf
@@ -130,12 +157,8 @@ class LocalQueue:
             orders.conf["controller"]["sampler_modules"].append(module)  # the owner itself named this module
         return replace(
             orders, listen=None, key_file=None if conf.listen is None else conf.key_file, sampler=sampler,
-            parent=self._owner, pid_namespace=pid_namespace(), inline_nbytes=self._inline_nbytes,
+            parent=self._owner, inline_nbytes=self._inline_nbytes,
         )  # fmt: skip
-
-    def _spawn(self) -> subprocess.Popen[str]:
-        self._processes.append(spawn_server(self._directory))
-        return self._processes[-1]
 
     def _serve_in_thread(self, orders: Orders, sampler: BaseSampler) -> str | None:
         """Serve the controller in this process, for a sampler that can't be sent (of ``__main__``, or with live
@@ -144,21 +167,18 @@ class LocalQueue:
         from transfer_queue.server.main import open_front
 
         server = SocketServer(self.address)
-        front, listening, close = open_front(server, orders, sampler)
+        with ExitStack() as opened:
+            front, listening = open_front(server, orders, sampler, opened)
+            ending = opened.pop_all()
 
         def serve() -> None:
-            server.serve(front)
-            close()
+            with ending:
+                server.serve(front)
 
         thread = threading.Thread(target=serve, name="tq-controller", daemon=True)
-        self._own_controller.append((server, thread))
         thread.start()
+        self._ending.callback(_end_thread, server, thread)
         return listening
-
-    def close(self) -> None:
-        """End the servers. Idempotent; does nothing in a fork of the owner."""
-        if self.is_owner:
-            self._finalizer()
 
 
 def warn_of_memory(nbytes: int | None) -> None:
@@ -170,20 +190,6 @@ def warn_of_memory(nbytes: int | None) -> None:
             "cgroup, has %.1f GiB: the system will kill servers before the queue is full. Lower memory, or raise the "
             "container's limit.", nbytes / 2**30, most / 2**30,
         )  # fmt: skip
-
-
-def spawn_server(directory: str) -> subprocess.Popen[str]:
-    """Start a server process, which waits for its orders. ``directory``: of its sockets."""
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.Popen(
-        [sys.executable, "-m", "transfer_queue.server.main", directory],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-        start_new_session=True,  # Ctrl-C reaches the owner only
-    )
 
 
 def keys_for(config: FullConfig, directory: str) -> str | None:
@@ -202,51 +208,25 @@ def keys_for(config: FullConfig, directory: str) -> str | None:
     return path
 
 
-def end_servers(
-    owner: int,
-    processes: list[subprocess.Popen[str]],
-    own_controller: list[tuple[SocketServer, threading.Thread]],
-    resources: list[Any],
-    directory: str,
-) -> None:
-    """End what the process ``owner`` has started, in order. Does nothing in a fork of it."""
-    if os.getpid() != owner:
-        return
-    for server, thread in own_controller:
-        if thread.is_alive():
-            server.stop()
-            thread.join(_STOP_TIMEOUT_S)
-    own_controller.clear()
-    # The controller was started first and ends first, because it still reports ended clients to the units.
-    for together in (processes[:1], processes[1:]):
-        for process in together:
-            process.terminate()
-        for process in together:
-            _await_end(process)
-    processes.clear()
-    for resource in resources:
-        if hasattr(resource, "close"):
-            resource.close()
-    resources.clear()
-    remove_directory(directory)
+def _end_thread(server: SocketServer, thread: threading.Thread) -> None:
+    server.stop()
+    thread.join(_STOP_TIMEOUT_S)
 
 
-def _await_end(process: subprocess.Popen[str]) -> None:
-    try:
-        process.wait(_STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            pipe.close()
+def _end_process(process: subprocess.Popen[str]) -> None:
+    with process:  # which closes its pipes
+        process.terminate()
+        try:
+            process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 def send_orders(process: subprocess.Popen[str], orders: Orders) -> None:
     """Tell a spawned server what to serve. Raises LaunchError if it has ended."""
     assert process.stdin is not None
     try:
-        process.stdin.write(encode_orders(orders))
+        process.stdin.write(msgspec.json.encode(orders).decode())
         process.stdin.close()
     except BrokenPipeError:
         raise LaunchError(f"a server process ended at its start with exit code {process.wait()}; see stderr.") from None
@@ -343,5 +323,4 @@ def orders_for(conf: DictConfig, address: str, directory: str, capacity_bytes: i
         sys_path=sys.path,
         backend_path=path_of(conf.backend.storage_backend),
         capacity_bytes=capacity_bytes,
-        preallocate=preallocated_samples(),
     )

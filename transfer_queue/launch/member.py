@@ -4,21 +4,17 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from dataclasses import replace
-from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
 
-from transfer_queue.launch.directories import short_directory
-from transfer_queue.launch.local import await_ready, end_servers, send_orders, spawn_server
+from transfer_queue.launch.local import Servers, await_ready, send_orders
 from transfer_queue.launch.serve import member_orders
-from transfer_queue.utils.machine import pid_namespace
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-class MemberServer:
+class MemberServer(Servers):
     """A storage unit in a child process, which has joined the queue."""
 
     def __init__(
@@ -35,26 +31,22 @@ class MemberServer:
             LaunchError: the server did not start.
             QueueUnreachableError: no controller answers at ``join``.
         """
-        directory = short_directory("tq-")
-        processes: list[subprocess.Popen[str]] = []
-        self._finalizer = Finalize(self, end_servers, args=(os.getpid(), processes, [], [], directory), exitpriority=10)
+        super().__init__()
         try:
-            conf.key_file = private_key_file(directory, keys)
+            conf.key_file = private_key_file(self._directory, keys)
             orders = replace(
-                member_orders(conf, join, directory), unit=name, capacity_bytes=capacity_nbytes,
-                parent=os.getpid(), pid_namespace=pid_namespace(),
-            )  # fmt: skip
-            processes.append(spawn_server(directory))
-            send_orders(processes[0], orders)
-            self.address: str = await_ready(processes[0])["listening"]
+                member_orders(conf, join, self._directory),
+                unit=name,
+                capacity_bytes=capacity_nbytes,
+                parent=os.getpid(),
+            )
+            process = self._spawn()
+            send_orders(process, orders)
+            self.address: str = await_ready(process)["listening"]
         except BaseException:
             self.close()
             raise
-        self.pid = processes[0].pid
-
-    def close(self) -> None:
-        """End it; its values are gone. Idempotent."""
-        self._finalizer()
+        self.pid = process.pid
 
 
 def private_key_file(directory: str, keys: tuple[str, str] | None) -> str | None:

@@ -21,7 +21,7 @@ from transfer_queue.launch.ray_actors import CONTROLLER_NAME
 from transfer_queue.launch.ray_units import (
     NAMESPACE,
     START_TIMEOUT_S,
-    answers,
+    answer,
     at_node,
     await_name,
     eligible_nodes,
@@ -116,18 +116,16 @@ class RayQueue:
             self.actor, connection = found
             if not self._started:
                 _add_unit_here(self.actor, connection, deadline)
-        except ray.exceptions.RayError as error:
+        except BaseException as error:
             self._end_started()
+            if not isinstance(error, ray.exceptions.RayError):
+                raise
             raise LaunchError(
                 f"a node or an actor of the Ray cluster ended while the queue started: {error} Call init() again."
             ) from error
-        except BaseException:
-            self._end_started()
-            raise
-        self.listen: str | None = connection["remote"]
         self.address, self.key_file = _reachable(connection)
         directory = None if self.key_file is None else os.path.dirname(self.key_file)
-        self._finalizer = Finalize(self, _remove, args=(self._pid, directory), exitpriority=10)
+        self._finalizer = None if directory is None else Finalize(self, remove_directory, [directory], exitpriority=10)
 
     @property
     def is_started_here(self) -> bool:
@@ -174,7 +172,7 @@ class RayQueue:
         self._started.append(actor)
         connection = _connection(actor, deadline)
         if len(nodes) > 1:
-            keys = answers([actor.keys.remote()], deadline)[0]
+            keys = answer(actor.keys.remote(), deadline)
             arguments = {"conf": plain, "join": connection["remote"], "keys": keys, "hosts": len(nodes)}
             for number, node in enumerate(nodes[1:], 1):
                 self._started.append(start_unit(number, node, arguments, deadline))
@@ -186,7 +184,8 @@ class RayQueue:
     def close(self) -> None:
         """End what this process has started; a queue that it has found goes on. Idempotent, never raises."""
         if self.is_owner:
-            self._finalizer()
+            if self._finalizer is not None:
+                self._finalizer()
             self._end_started()
 
     def _end_started(self) -> None:
@@ -221,14 +220,14 @@ def _add_unit_here(actor: Any, connection: dict[str, Any], deadline: float) -> N
     """Have a storage unit on this process's node, if the node is a later one of the cluster."""
     node = import_ray().get_runtime_context().get_node_id()
     if node not in connection["nodes"]:
-        failed = answers([actor.add_unit.remote(node)], deadline)[0]
+        failed = answer(actor.add_unit.remote(node), deadline)
         if failed is not None:
             raise start_error(failed)
 
 
 def _connection(actor: Any, deadline: float) -> dict[str, Any]:
     """What the controller's actor says. Raises RayActorError if it ends, and LaunchError if it did not start."""
-    said: dict[str, Any] = answers([actor.connection.remote()], deadline)[0]
+    said: dict[str, Any] = answer(actor.connection.remote(), deadline)
     if "failed" in said:
         raise start_error(said["failed"])
     return said
@@ -253,8 +252,3 @@ def _reachable(connection: dict[str, Any]) -> tuple[str, str | None]:
     if connection["public_key"] is None:
         return connection["remote"], None
     return connection["remote"], private_key_file(short_directory("tq-"), (connection["public_key"], ""))
-
-
-def _remove(owner: int, directory: str | None) -> None:
-    if directory is not None and os.getpid() == owner:
-        remove_directory(directory)

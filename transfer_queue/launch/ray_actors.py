@@ -7,6 +7,7 @@ import pickle
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
@@ -62,8 +63,11 @@ class ControllerActor(ControllerVerbs):
         self._config: Any = None
         self._client: TransferQueueClient | None = None
         self._exporter: Exporter | None = None
+        self._ending = ExitStack()
         try:
             self._queue = LocalQueue(_with_defaults(conf, sampler, polling_mode), hosts=self._hosts)
+            self._ending.callback(self._queue.close)
+            self._ending.callback(end_units, self._later_units)
             self._config = self._queue.conf
         except Exception as error:  # the guard of the start: a request for the connection raises it
             self._failed = to_wire(error)
@@ -84,6 +88,7 @@ class ControllerActor(ControllerVerbs):
         conf = self.queue.conf
         if self._client is None:
             self._client = connect(CONTROLLER_NAME, conf)
+            self._ending.callback(self._client.close)
         return self._client
 
     # ---- for processes that attach; these methods are answered although another one waits ----
@@ -168,21 +173,13 @@ class ControllerActor(ControllerVerbs):
         if self._exporter is None:
             host = metrics_host(config)
             self._exporter = Exporter(host, port, lambda: connect("metrics", self.queue.conf).storage_manager)
+            self._ending.callback(self._exporter.close)
         return self._exporter.endpoint
 
     def shutdown(self) -> None:
         """End the server. Idempotent."""
-        exporter, self._exporter = self._exporter, None
-        if exporter is not None:
-            exporter.close()
-        client, self._client = self._client, None
-        if client is not None:
-            client.close()
-        units, self._later_units = self._later_units, []
-        end_units(units)
-        queue, self._queue = self._queue, None
-        if queue is not None:
-            queue.close()
+        self._queue = None
+        self._ending.close()
 
 
 class UnitActor:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from transfer_queue import controller
 from transfer_queue.errors import ConfigError, LaunchError, RemoteError, TransferQueueError, from_wire
@@ -14,6 +14,7 @@ from transfer_queue.launch.actor_class import import_ray
 from transfer_queue.utils.logging_utils import get_logger
 
 _log = get_logger(__name__)
+T = TypeVar("T")
 NAMESPACE = "transfer_queue"
 _UNIT_NAME = "TransferQueueStorageUnit#{}"
 START_TIMEOUT_S = 180.0
@@ -47,17 +48,14 @@ def start_unit(number: int, node: str, arguments: dict[str, Any], deadline: floa
     actor_class = controller.SimpleStorageUnit.options(
         name=name, namespace=NAMESPACE, scheduling_strategy=at_node(node)
     )
-    started: list[Any] = []
 
-    def start() -> bool:
+    def start() -> Any | None:
         try:
-            started.append(actor_class.remote(name=name, **arguments))
+            return actor_class.remote(name=name, **arguments)
         except ValueError:  # an earlier queue's unit is ending
-            return False
-        return True
+            return None
 
-    await_name(start, deadline, f"there still is an actor {name}")
-    return started[0]
+    return await_name(start, deadline, f"there still is an actor {name}")
 
 
 def has_started(unit: Any, node: str, deadline: float) -> bool:
@@ -68,7 +66,7 @@ def has_started(unit: Any, node: str, deadline: float) -> bool:
     """
     ray = import_ray()
     try:
-        failed = answers([unit.failed.remote()], deadline)[0]
+        failed = answer(unit.failed.remote(), deadline)
     except ray.exceptions.RayError as error:
         if any(each["NodeID"] == node and each["Alive"] for each in ray.nodes()):
             raise LaunchError(f"the actor of a storage unit ended while it started on node {node}: {error}") from error
@@ -90,16 +88,15 @@ def end_units(units: list[Any]) -> None:
         ray.kill(unit)
 
 
-def answers(asked: list[Any], deadline: float) -> list[Any]:
+def answer(asked: Any, deadline: float) -> Any:
     ray = import_ray()
     try:
-        answers: list[Any] = ray.get(asked, timeout=max(0.0, deadline - time.monotonic()))
+        return ray.get(asked, timeout=max(0.0, deadline - time.monotonic()))
     except ray.exceptions.GetTimeoutError:
         raise LaunchError(
             f"the queue's actors did not start within {START_TIMEOUT_S:.0f} s. See why with 'ray list actors': their "
             f"nodes may have ended, or lack the resources that were asked for."
         ) from None
-    return answers
 
 
 def start_error(failed: tuple[str, str]) -> TransferQueueError:
@@ -114,10 +111,11 @@ def at_node(node: str) -> Any:
     return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
 
 
-def await_name(done: Callable[[], bool], deadline: float, otherwise: str) -> None:
-    """Look again and again. Raises LaunchError at the deadline."""
+def await_name(look: Callable[[], T], deadline: float, otherwise: str) -> T:
+    """Look again and again, until what is found is true. Raises LaunchError at the deadline."""
     turn = threading.Event()
-    while not done():
+    while not (found := look()):
         if time.monotonic() > deadline:
             raise LaunchError(f"the queue's name in the Ray cluster isn't free: {otherwise}.")
         turn.wait(_LOOK_S)
+    return found

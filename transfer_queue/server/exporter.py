@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -29,7 +29,7 @@ _PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
 ANSWER_S = 3.0
 """Longest wait of a scrape for a server's answer; Prometheus stops waiting after 10 s."""
 _BUSY_S = 1.0
-"""Longest wait of a scrape for another one."""
+"""Longest wait for a scrape at the end."""
 MOST_CONNECTIONS = 16
 """At the same time; Prometheus needs one. Each has a thread and a descriptor of the server's process."""
 CONNECTION_S = 15.0
@@ -58,7 +58,6 @@ class Exporter:
         self._make_storage = storage
         self._storage: StorageManager | None = None
         self._lock = threading.Lock()  # Prometheus and a browser may ask at the same time
-        self._last: list[Metric] = []
         self._started = time.monotonic()
         registry = CollectorRegistry()
         registry.register(self)
@@ -73,24 +72,16 @@ class Exporter:
         self.endpoint = f"{shown}:{self._server.server_port}"
         """ "host:port"; of a server at all addresses, with this host's name."""
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterable[Metric]:
         """What the registry asks for at each scrape."""
-        if self._lock.acquire(timeout=_BUSY_S):  # else a unit keeps another scrape waiting
+        with self._lock:
+            self._storage = self._storage or self._make_storage()
+            self._storage.session.timeout_s = ANSWER_S
+            stats = run_blocking(self._storage.session.stats())
             try:
-                self._last = list(self._collected())
-            finally:
-                self._lock.release()
-        yield from self._last
-
-    def _collected(self) -> Iterator[Metric]:
-        if self._storage is None:
-            self._storage = self._make_storage()
-        self._storage.session.timeout_s = ANSWER_S
-        stats = run_blocking(self._storage.session.stats())
-        try:
-            units = [msgspec.structs.asdict(unit) for unit in run_blocking(self._storage.stats())]
-        except TransferQueueError:  # a unit has just ended, or hangs; the controller will know
-            units = []
+                units = [msgspec.structs.asdict(unit) for unit in run_blocking(self._storage.stats())]
+            except TransferQueueError:  # a unit has just ended, or hangs; the controller will know
+                units = []
         process = {"uptime_s": time.monotonic() - self._started, "rss_nbytes": _rss_nbytes()}
         return metrics_of(stats, units, process)
 

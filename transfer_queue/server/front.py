@@ -47,7 +47,7 @@ class Front:
         """Closes a client's connections; set by the server that this handler belongs to."""
         self.connections: Callable[[], dict[str, int]] = dict
         """How many connections each client has; set likewise."""
-        self.watch: Callable[[int, int | None, Callable[[], None]], None] | None = None
+        self.watch: Callable[[int, int | None, Callable[[], None]], object] | None = None
         """Calls back when a process of this host has ended; set likewise."""
         self.alarms: Callable[[], list[dict[str, Any]]] = list
         self.meter = Meter()

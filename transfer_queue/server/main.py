@@ -14,6 +14,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -24,8 +26,6 @@ if TYPE_CHECKING:
     from transfer_queue.sampler.base import BaseSampler
     from transfer_queue.server.exporter import Exporter
     from transfer_queue.server.front import Front
-    from transfer_queue.server.janitor import Janitor
-    from transfer_queue.server.membership import Membership
     from transfer_queue.server.orders import Orders
     from transfer_queue.storage.base import StorageManager
     from transfer_queue.storage.unit.spill import SpillFile
@@ -52,14 +52,12 @@ def main(orders: Orders, ready: Callable[[str | None, str | None], None]) -> Non
 
     server = SocketServer(orders.address)
     _stop_with(server, orders)
-    front, listening, close = open_front(server, orders, orders.sampler)
-    ready(listening, front.metrics_endpoint())
-    collect_rarely()
-    server.serve(front)
-    try:
-        close()
-    finally:
-        _tidy_up(server, orders)
+    with ExitStack() as ending:
+        ending.callback(_tidy_up, server, orders)
+        front, listening = open_front(server, orders, orders.sampler, ending)
+        ready(listening, front.metrics_endpoint())
+        collect_rarely()
+        server.serve(front)
 
 
 def _tidy_up(server: SocketServer, orders: Orders) -> None:
@@ -70,34 +68,23 @@ def _tidy_up(server: SocketServer, orders: Orders) -> None:
 
 
 def open_front(
-    server: SocketServer, orders: Orders, sampler: str | dict[str, Any] | BaseSampler | None
-) -> tuple[Front, str | None, Callable[[], None]]:
-    """What ``server`` is to serve, the address for other hosts, and what ends the rest once nothing is served any more.
+    server: SocketServer, orders: Orders, sampler: str | dict[str, Any] | BaseSampler | None, ending: ExitStack
+) -> tuple[Front, str | None]:
+    """What ``server`` is to serve, and the address for other hosts.
 
-    ``sampler``: the default one of tasks, where it can't be sent in the orders.
+    Args:
+        sampler: The default one of tasks, where it can't be sent in the orders.
+        ending: Gets what ends the rest once nothing is served any more.
     """
     exporter = _export(orders)
-    try:
-        if exporter is not None:
-            orders = orders.with_endpoint(exporter.endpoint)
-        front, close = _make_front(server, orders, sampler)
-        listening = _listen(server, front, orders)
-        member = _join(server, front, listening, orders)
-    except BaseException:
-        if exporter is not None:
-            exporter.close()
-        raise
-
-    def end() -> None:
-        if exporter is not None:
-            exporter.close()
-        if member is not None:
-            member.leave()
-        close()
-        if member is not None and member.lost is not None and orders.parent is None:  # else its owner knows
-            raise QueueUnreachableError(member.lost)
-
-    return front, listening, end
+    if exporter is not None:
+        ending.callback(exporter.close)
+        metrics = {**orders.conf["metrics"], "endpoint": exporter.endpoint}
+        orders = replace(orders, conf={**orders.conf, "metrics": metrics})
+    front = _make_front(server, orders, sampler, ending)
+    listening = _listen(server, front, orders)
+    _join(server, front, listening, orders, ending)
+    return front, listening
 
 
 def _export(orders: Orders) -> Exporter | None:
@@ -107,10 +94,8 @@ def _export(orders: Orders) -> Exporter | None:
         return None
     from transfer_queue.server.exporter import ANSWER_S, Exporter, metrics_host
 
-    def client() -> StorageManager:
-        return _storage_client("metrics", orders, None, ANSWER_S)
-
-    return Exporter(metrics_host(config), config.metrics.port, client)
+    host, port = metrics_host(config), config.metrics.port
+    return Exporter(host, port, lambda: _storage_client("metrics", orders, None, ANSWER_S))
 
 
 def _listen(server: SocketServer, front: Front, orders: Orders) -> str | None:
@@ -125,10 +110,10 @@ def _listen(server: SocketServer, front: Front, orders: Orders) -> str | None:
     return address
 
 
-def _join(server: SocketServer, front: Front, listening: str | None, orders: Orders) -> Membership | None:
+def _join(server: SocketServer, front: Front, listening: str | None, orders: Orders, ending: ExitStack) -> None:
     """Make the unit of this process known: to its own controller, or to that of another process."""
     if front.unit is None:
-        return None
+        return
     from transfer_queue.server.membership import Membership, advertised
     from transfer_queue.utils.machine import host_id
 
@@ -137,7 +122,7 @@ def _join(server: SocketServer, front: Front, listening: str | None, orders: Ord
     name, capacity = front.unit.name, orders.capacity_bytes
     if front.plane is not None:
         front.plane.state.units.add_own(name, host_id(), addresses, capacity)
-        return None
+        return
     member = Membership(controller, orders.key_file, name)
 
     def lost() -> None:
@@ -147,45 +132,45 @@ def _join(server: SocketServer, front: Front, listening: str | None, orders: Ord
             shutil.rmtree(orders.directory, ignore_errors=True)  # the owner is a host's own, and may live on
         server.stop()
 
+    def leave() -> None:
+        member.leave()
+        if member.lost is not None and orders.parent is None:  # else its owner knows
+            raise QueueUnreachableError(member.lost)
+
+    ending.callback(leave)
     member.join(addresses, capacity, lost)
-    return member
 
 
 def _make_front(
-    server: SocketServer, orders: Orders, sampler: str | dict[str, Any] | BaseSampler | None
-) -> tuple[Front, Callable[[], None]]:
-    """The handler for this server, and what ends its threads once nothing is served any more."""
+    server: SocketServer, orders: Orders, sampler: str | dict[str, Any] | BaseSampler | None, ending: ExitStack
+) -> Front:
+    """The handler for this server."""
     from transfer_queue.calls import Turn
+    from transfer_queue.config import preallocated_samples
     from transfer_queue.control.draw import running
     from transfer_queue.control.plane import ControlPlane
     from transfer_queue.control.state import plane_config
     from transfer_queue.server.front import Front
+    from transfer_queue.server.janitor import Janitor
     from transfer_queue.server.watchdog import Watchdog
 
-    conf, config = orders.conf, orders.config
     unit = None if orders.unit is None else _unit(server, orders.unit, orders)
-    if not orders.controller:
-        front = Front(conf, None, unit, turn=Turn(time.monotonic))
-        server.turned = front.meter.turn
-        return front, front.close
+    plane = ControlPlane(plane_config(orders.config, sampler, preallocated_samples())) if orders.controller else None
 
-    def watch(pid: int, namespace: int | None, ended: Callable[[], None]) -> None:
-        server.watch(pid, namespace, ended)
+    def janitor() -> Janitor:
+        return Janitor(_storage_client("controller", orders, orders.backend_path))
 
-    plane = ControlPlane(plane_config(config, sampler, orders.preallocate))
-    watchdog = Watchdog(running)
-    front = Front(conf, plane, unit, lambda: _janitor(orders), Turn(time.monotonic))
+    front = Front(orders.conf, plane, unit, janitor, Turn(time.monotonic))
+    ending.callback(front.close)
     server.turned = front.meter.turn
-    front.watch = watch
-    front.alarms, front.disconnect, front.connections = watchdog.alarms, server.disconnect, server.clients
-    if unit is None:
-        front.start_janitor()
-
-    def close() -> None:
-        watchdog.close()
-        front.close()
-
-    return front, close
+    if plane is not None:
+        watchdog = Watchdog(running)
+        ending.callback(watchdog.close)
+        front.watch, front.alarms = server.watch, watchdog.alarms
+        front.disconnect, front.connections = server.disconnect, server.clients
+        if unit is None:
+            front.start_janitor()
+    return front
 
 
 def _unit(server: SocketServer, name: str, orders: Orders) -> StorageUnit:
@@ -210,13 +195,6 @@ def _spill_file(storage: SharedMemoryConfig) -> SpillFile | None:
         return None
     most, units = spill.most_bytes(), len(storage.zmq_info)
     return SpillFile(spill.path, None if most is None else max(1, most // units), spill.threshold_bytes, units)
-
-
-def _janitor(orders: Orders) -> Janitor:
-    """See ``_storage_client``."""
-    from transfer_queue.server.janitor import Janitor
-
-    return Janitor(_storage_client("controller", orders, orders.backend_path))
 
 
 def _storage_client(
@@ -259,13 +237,15 @@ def _stop_with(server: SocketServer, orders: Orders) -> None:
     threading.Thread(target=_stop_at_signal, args=(server, _stop_signals(orders)), daemon=True).start()
     if orders.parent is None:
         return
+    from transfer_queue.utils.machine import pid_namespace
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle: it ends its servers itself
 
     def parent_ended() -> None:
         server.stop()
         shutil.rmtree(orders.directory, ignore_errors=True)
 
-    server.watch(orders.parent, orders.pid_namespace, parent_ended)
+    server.watch(orders.parent, pid_namespace(), parent_ended)
     if os.getppid() != orders.parent:  # it ended before we could watch it
         parent_ended()
 
@@ -295,9 +275,12 @@ if __name__ == "__main__":
         sys.exit(1)
     try:
         sys.path[:] = json.loads(text)["sys_path"]  # first, because it may say where the next import lies
-        from transfer_queue.server.orders import decode_orders
+        import msgspec
 
-        main(decode_orders(text), lambda listening, _: _tell(replies, ready=True, listening=listening))
+        from transfer_queue.server.orders import Orders
+
+        orders = msgspec.json.decode(text, type=Orders)
+        main(orders, lambda listening, _: _tell(replies, ready=True, listening=listening))
     except Exception as error:  # the guard of the start: the process that waits for "ready" gets the error
         if replies.closed:
             if isinstance(error, TransferQueueError):  # it says why, without a traceback

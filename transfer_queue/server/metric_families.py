@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +14,10 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
 Numbers = Mapping[str, Any]
-Row = tuple[Sequence[str], float | None]
-"""Values of a metric's labels, and its value; None leaves it out."""
+_PRODUCED = "Share of the samples that have all fields, or all that the task reads."
 
 
-def metrics_of(stats: Numbers, units: Sequence[Numbers], process: Numbers) -> Iterator[Metric]:
+def metrics_of(stats: Numbers, units: Sequence[Numbers], process: Numbers) -> Iterable[Metric]:
     """The queue's statistics as metric families.
 
     Args:
@@ -26,198 +25,217 @@ def metrics_of(stats: Numbers, units: Sequence[Numbers], process: Numbers) -> It
         units: Statistics of each storage unit, as ``get_storage_stats`` returns them.
         process: ``uptime_s`` and ``rss_nbytes`` of the controller's process.
     """
-    metrics = stats["metrics"]
-    yield from _requests("controller", [((), metrics["requests"])], metrics["bounds"]["seconds"])
-    yield from _controller(stats, process)
-    yield from _partitions(stats["partitions"])
-    yield from _groups(stats["partitions"])
-    yield from _tasks(stats["partitions"])
-    yield from _waiting(stats)
-    yield _histogram(
-        "tq_controller_loop_seconds", "Time that one turn of the server's loop took.", (),
-        [((), metrics["loop"])], metrics["bounds"]["loop"],
-    )  # fmt: skip
-    yield _histogram(
-        "tq_batch_age_seconds", "Time since the oldest sample of a batch was reserved, when it was handed out.",
-        ("task_name",), [((task,), own) for task, own in metrics["age_s"].items()], metrics["bounds"]["age_s"],
-    )  # fmt: skip
-    yield _histogram(
-        "tq_sample_staleness_versions",
-        "Policy versions between a sample and the newest one put, when it was handed out.",
-        ("task_name",), [((task,), own) for task, own in metrics["versions"].items()], metrics["bounds"]["versions"],
-    )  # fmt: skip
-    own = [((str(unit["unit"]),), unit["metrics"]["requests"]) for unit in units]
-    yield from _requests("storage", own, metrics["bounds"]["seconds"], ("storage_unit_id",))
-    yield from _units(units, stats, process)
-    yield from _latencies(own, metrics["bounds"]["seconds"])
+    page = _Page(stats["metrics"]["bounds"])
+    _controller(page, stats, process)
+    for name, partition in stats["partitions"].items():
+        _partition(page, partition, name)
+        for task, own in partition["tasks"].items():
+            _task(page, own, partition["samples"], {"partition_id": name, "task_name": task})
+    _groups(page, {name: own["groups"] for name, own in stats["partitions"].items() if "groups" in own})
+    _waiting(page, stats["waiting"])
+    capacity = None if stats["capacity"] is None else stats["capacity"] / max(1, len(units))
+    in_front = next((each["name"] for each in stats["storage_units"] if each["number"] == 0), None)
+    for unit in units:
+        _unit(page, unit, capacity, process["rss_nbytes"] if unit["unit"] == in_front else None)
+    return page.families.values()
 
 
-def _controller(stats: Numbers, process: Numbers) -> Iterator[Metric]:
+class _Page:
+    """What a scrape gets: each family is made with its first value. ``bounds``: of the histograms, by what they count.
+
+    A value of None is left out.
+    """
+
+    def __init__(self, bounds: Mapping[str, Sequence[float]]) -> None:
+        self.families: dict[str, Any] = {}
+        self.bounds = bounds
+
+    def gauge(self, name: str, text: str, value: float | None, **labels: str) -> None:
+        from prometheus_client.core import GaugeMetricFamily
+
+        if value is not None:
+            self._family(GaugeMetricFamily, name, text, labels).add_metric(list(labels.values()), float(value))
+
+    def gauges(self, prefix: str, rows: Mapping[str, tuple[str, float | None]], labels: Mapping[str, str]) -> None:
+        """``rows``: text and value by the rest of the name."""
+        for name, (text, value) in rows.items():
+            self.gauge(prefix + name, text, value, **labels)
+
+    def counter(self, name: str, text: str, value: float, **labels: str) -> None:
+        """``name`` without the ending ``_total``."""
+        from prometheus_client.core import CounterMetricFamily
+
+        self._family(CounterMetricFamily, name, text, labels).add_metric(list(labels.values()), float(value))
+
+    def histogram(self, name: str, text: str, counted: Numbers, what: str, **labels: str) -> None:
+        from prometheus_client.core import HistogramMetricFamily
+
+        edges = [*map(str, self.bounds[what]), "+Inf"]
+        buckets = list(zip(edges, accumulate(counted["counts"]), strict=True))
+        self._family(HistogramMetricFamily, name, text, labels).add_metric(
+            list(labels.values()), buckets, counted["sum"]
+        )
+
+    def _family(self, kind: Any, name: str, text: str, labels: Iterable[str]) -> Any:
+        if name not in self.families:
+            self.families[name] = kind(name, text, labels=list(labels))
+        return self.families[name]
+
+
+def _controller(page: _Page, stats: Numbers, process: Numbers) -> None:
     one = {
-        "tq_controller_uptime_seconds": ("Time since the controller started.", process["uptime_s"]),
-        "tq_controller_memory_rss_bytes": ("Memory of the controller's process.", process["rss_nbytes"]),
-        "tq_partitions_total": ("Partitions.", len(stats["partitions"])),
-        "tq_global_index_allocated_total": ("Global indexes handed out so far.", stats["next_index"]),
-        "tq_global_index_reusable_total": ("Always 0: indexes are never reused.", 0),
-        "tq_sessions": ("Clients with a session.", sum("connections" in own for own in stats["clients"].values())),
-        "tq_storage_units": ("Storage units.", len(stats["storage_units"])),
-        "tq_storage_units_lost": ("Storage units that ended with what they held.", len(stats["lost_units"])),
-        "tq_samples_capacity": ("Most samples stored at once.", stats["capacity"]),
+        "controller_uptime_seconds": ("Time since the controller started.", process["uptime_s"]),
+        "controller_memory_rss_bytes": ("Memory of the controller's process.", process["rss_nbytes"]),
+        "partitions_total": ("Partitions.", len(stats["partitions"])),
+        "global_index_allocated_total": ("Global indexes handed out so far.", stats["next_index"]),
+        "global_index_reusable_total": ("Always 0: indexes are never reused.", 0),
+        "sessions": ("Clients with a session.", sum("connections" in own for own in stats["clients"].values())),
+        "storage_units": ("Storage units.", len(stats["storage_units"])),
+        "storage_units_lost": ("Storage units that ended with what they held.", len(stats["lost_units"])),
+        "samples_capacity": ("Most samples stored at once.", stats["capacity"]),
     }
-    for name, (text, value) in one.items():
-        yield _gauge(name, text, (), [((), value)])
+    page.gauges("tq_", one, {})
     alarms = max((alarm["number"] for alarm in stats["alarms"]), default=0)
-    yield _counter("tq_controller_alarms", "Times that a sampler held the server.", (), [((), alarms)])
-    dropped = [((t, reason), count) for t, own in stats["dropped"].items() for reason, count in own.items()]
-    text = "Samples that a task will not get: left over by a tail, or cleared before it got them."
-    yield _gauge("tq_dropped_samples", text, ("task_name", "reason"), dropped)
-    fields = stats["producers"].items()
-    text = "Living clients that have announced or put the field."
-    yield _gauge("tq_field_producers", text, ("field",), [((name,), own["alive"]) for name, own in fields])
-    text = "Time since a producer put the field."
-    ages = [((name,), own["published_s_ago"]) for name, own in fields]
-    yield _gauge("tq_field_published_age_seconds", text, ("field",), ages)
+    page.counter("tq_controller_alarms", "Times that a sampler held the server.", alarms)
+    for task, reasons in stats["dropped"].items():
+        for reason, count in reasons.items():
+            text = "Samples that a task will not get: left over by a tail, or cleared before it got them."
+            page.gauge("tq_dropped_samples", text, count, task_name=task, reason=reason)
+    for field, own in stats["producers"].items():
+        text = "Living clients that have announced or put the field."
+        page.gauge("tq_field_producers", text, own["alive"], field=field)
+        text = "Time since a producer put the field."
+        page.gauge("tq_field_published_age_seconds", text, own["published_s_ago"], field=field)
+    _controller_histograms(page, stats["metrics"])
 
 
-def _partitions(partitions: Mapping[str, Any]) -> Iterator[Metric]:
+def _controller_histograms(page: _Page, metrics: Numbers) -> None:
+    for name, verb in metrics["requests"].items():
+        _request(page, "tq_controller_request", verb, {"op_type": name})
+    text = "Time that one turn of the server's loop took."
+    page.histogram("tq_controller_loop_seconds", text, metrics["loop"], "loop")
+    for task, own in metrics["age_s"].items():
+        text = "Time since the oldest sample of a batch was reserved, when it was handed out."
+        page.histogram("tq_batch_age_seconds", text, own, "age_s", task_name=task)
+    for task, own in metrics["versions"].items():
+        text = "Policy versions between a sample and the newest one put, when it was handed out."
+        page.histogram("tq_sample_staleness_versions", text, own, "versions", task_name=task)
+
+
+def _request(page: _Page, name: str, verb: Numbers, labels: Mapping[str, str]) -> None:
+    text = "Time from a request's arrival to its answer, waits included."
+    page.histogram(f"{name}_duration_seconds", text, verb["seconds"], "seconds", **labels)
+    page.counter(name, "Requests answered.", sum(verb["seconds"]["counts"]), **labels)
+    page.counter(f"{name}_errors", "Requests answered with an error.", verb["errors"], **labels)
+    page.counter(f"{name}_samples", "Samples of these requests.", verb["samples"], **labels)
+
+
+def _partition(page: _Page, own: Numbers, name: str) -> None:
+    samples = own["samples"]
     of_partition = {
-        "tq_partition_samples_total": ("Samples in the partition.", "samples"),
-        "tq_partition_reserved_samples": ("Samples that writers reserved and have not put.", "held"),
-        "tq_partition_sealed": ("1: no more samples will come.", "sealed"),
-        "tq_partition_declared_samples": ("Samples at which the partition seals itself.", "num_samples"),
+        "samples_total": ("Samples in the partition.", samples),
+        "reserved_samples": ("Samples that writers reserved and have not put.", own["held"]),
+        "sealed": ("1: no more samples will come.", own["sealed"]),
+        "declared_samples": ("Samples at which the partition seals itself.", own["num_samples"]),
     }
-    for metric, (text, key) in of_partition.items():
-        yield _gauge(metric, text, ("partition_id",), [((name,), own[key]) for name, own in partitions.items()])
-    published = [((name,), own["put_total"]) for name, own in partitions.items()]
-    yield _counter("tq_partition_published_samples", "Samples put so far.", ("partition_id",), published)
-    by_field = [((name, field), own, field) for name, own in partitions.items() for field in own["fields"]]
-    labels = ("partition_id", "field")
-    lacking = [(values, own["samples"] - own["produced"][field]) for values, own, field in by_field]
-    yield _gauge("tq_partition_lacking_samples", "Samples without the field.", labels, lacking)
-    lost = [(values, own["lost"].get(field, 0)) for values, own, field in by_field]
-    yield _gauge("tq_partition_lost_samples", "Samples that lost the field with a storage unit.", labels, lost)
-    orphaned = [(values, own["abandoned"] == field) for values, own, field in by_field]
-    yield _gauge("tq_partition_producers_gone", "1: all producers of the field have died.", labels, orphaned)
+    page.gauges("tq_partition_", of_partition, {"partition_id": name})
+    page.counter("tq_partition_published_samples", "Samples put so far.", own["put_total"], partition_id=name)
+    complete = min(own["produced"].values(), default=0)  # at most so many samples have every field
+    share = _share(complete, samples)
+    page.gauge("tq_partition_production_progress", _PRODUCED, share, partition_id=name, task_name="all")
+    for field in own["fields"]:
+        of_field = {
+            "lacking_samples": ("Samples without the field.", samples - own["produced"][field]),
+            "lost_samples": ("Samples that lost the field with a storage unit.", own["lost"].get(field, 0)),
+            "producers_gone": ("1: all producers of the field have died.", own["abandoned"] == field),
+        }
+        page.gauges("tq_partition_", of_field, {"partition_id": name, "field": field})
 
 
-def _groups(partitions: Mapping[str, Any]) -> Iterator[Metric]:
-    labels = ("partition_id", "state")
-    groups = [(name, own["groups"]) for name, own in partitions.items() if "groups" in own]
-    by_state = [((name, state), count) for name, own in groups for state, count in own["states"].items()]
-    yield _gauge("tq_groups", "Groups in this state; of those that left, all that did.", labels, by_state)
-    oldest = [((name,), own["oldest"]["age_s"]) for name, own in groups if own["oldest"] is not None]
-    yield _gauge("tq_group_oldest_lease_seconds", "Age of the oldest lease.", ("partition_id",), oldest)
-    slots = {task: each for _, own in groups for task, each in own["slots"].items()}
-    for what, text in (("used", "Slots in use."), ("budget", "Slots there are.")):
-        yield _gauge(f"tq_group_slots_{what}", text, ("task_name",), [((t,), n[what]) for t, n in slots.items()])
+def _task(page: _Page, own: Numbers, samples: int, labels: Mapping[str, str]) -> None:
+    ready = max(own["ready"].values(), default=0)  # of several sets of fields that it reads, the one with most
+    of_task = {
+        "production_progress": (_PRODUCED, _share(own["consumed"] + ready, samples)),
+        "consumption_progress": ("Share of the samples that the task got.", _share(own["consumed"], samples)),
+        "ready_samples": ("Samples that the task can get now.", ready),
+        "in_flight_batches": ("Batches handed out and not acknowledged.", own["in_flight"]),
+        "in_flight_samples": ("Samples handed out and not acknowledged.", own["in_flight_samples"]),
+    }
+    page.gauges("tq_partition_", of_task, labels)
+    text = "Samples that the task got, or that were cleared."
+    page.counter("tq_partition_done_samples", text, own["done_total"], **labels)
 
 
-def _tasks(partitions: Mapping[str, Any]) -> Iterator[Metric]:
-    labels = ("partition_id", "task_name")
-    tasks = [((name, task), own, t) for name, own in partitions.items() for task, t in own["tasks"].items()]
-    produced: list[Row] = [((name, "all"), _share(_complete(own), own["samples"])) for name, own in partitions.items()]
-    produced += [(values, _share(t["consumed"] + _ready(t), own["samples"])) for values, own, t in tasks]
-    text = "Share of the samples that have all fields, or all that the task reads."
-    yield _gauge("tq_partition_production_progress", text, labels, produced)
-    consumed = [(values, _share(t["consumed"], own["samples"])) for values, own, t in tasks]
-    yield _gauge("tq_partition_consumption_progress", "Share of the samples that the task got.", labels, consumed)
-    ready = [(values, _ready(t)) for values, _, t in tasks]
-    yield _gauge("tq_partition_ready_samples", "Samples that the task can get now.", labels, ready)
-    for what, text in (("in_flight", "Batches"), ("in_flight_samples", "Samples")):
-        name = f"tq_partition_{what}" + ("_batches" if what == "in_flight" else "")
-        yield _gauge(name, f"{text} handed out and not acknowledged.", labels, [(v, t[what]) for v, _, t in tasks])
-    done = [(values, t["done_total"]) for values, _, t in tasks]
-    yield _counter("tq_partition_done_samples", "Samples that the task got, or that were cleared.", labels, done)
+def _share(count: int, samples: int) -> float:
+    return min(1.0, count / samples) if samples else 0.0
 
 
-def _complete(partition: Numbers) -> int:
-    """At most so many samples have every field."""
-    return min(partition["produced"].values(), default=0)
+def _groups(page: _Page, partitions: Mapping[str, Numbers]) -> None:
+    slots: dict[str, Numbers] = {}
+    for name, own in partitions.items():
+        for state, count in own["states"].items():
+            text = "Groups in this state; of those that left, all that did."
+            page.gauge("tq_groups", text, count, partition_id=name, state=state)
+        oldest = None if own["oldest"] is None else own["oldest"]["age_s"]
+        page.gauge("tq_group_oldest_lease_seconds", "Age of the oldest lease.", oldest, partition_id=name)
+        slots |= own["slots"]
+    for task, own in slots.items():
+        page.gauge("tq_group_slots_used", "Slots in use.", own["used"], task_name=task)
+        page.gauge("tq_group_slots_budget", "Slots there are.", own["budget"], task_name=task)
 
 
-def _ready(task: Numbers) -> int:
-    """Of several sets of fields that the task reads, the one with most."""
-    return max(task["ready"].values(), default=0)
-
-
-def _share(count: int, of: int) -> float:
-    return min(1.0, count / of) if of else 0.0
-
-
-def _waiting(stats: Numbers) -> Iterator[Metric]:
+def _waiting(page: _Page, waiting: Iterable[Numbers]) -> None:
     found: dict[tuple[str, str], list[float]] = {}
     lacking: dict[tuple[str, str, str], int] = {}
-    for each in stats["waiting"]:
+    for each in waiting:
         kind = "put" if each["writer"] else "keys" if "keys" in each else "fetch"
         found.setdefault((kind, each["task"] or ""), []).append(each["waited_s"])
         for field, count in each.get("lacking", {}).items():
             lacking[each["partition"], each["task"], field] = count
-    labels = ("kind", "task_name")
-    counts = [(values, len(waits)) for values, waits in found.items()]
-    yield _gauge("tq_waiting_requests", "Requests that wait: fetch, put or keys.", labels, counts)
-    longest = [(values, max(waits)) for values, waits in found.items()]
-    yield _gauge("tq_waiting_longest_seconds", "How long the oldest of them has waited.", labels, longest)
-    text = "Samples without this field, for which a fetch waits."
-    yield _gauge("tq_waiting_lacking_samples", text, ("partition_id", "task_name", "field"), lacking.items())
+    for (kind, task), waits in found.items():
+        text = "Requests that wait: fetch, put or keys."
+        page.gauge("tq_waiting_requests", text, len(waits), kind=kind, task_name=task)
+        text = "How long the oldest of them has waited."
+        page.gauge("tq_waiting_longest_seconds", text, max(waits), kind=kind, task_name=task)
+    for (partition, task, field), count in lacking.items():
+        text = "Samples without this field, for which a fetch waits."
+        page.gauge("tq_waiting_lacking_samples", text, count, partition_id=partition, task_name=task, field=field)
 
 
-def _requests(role: str, own: Sequence[tuple[tuple[str, ...], Numbers]], bounds: Sequence[float],
-              first: tuple[str, ...] = ()) -> Iterator[Metric]:  # fmt: skip
-    """``own``: values of the labels ``first``, and what was counted by name of the request."""
-    labels = (*first, "op_type")
-    verbs = [((*values, name), verb) for values, requests in own for name, verb in requests.items()]
-    name = f"tq_{role}_request"
-    seconds = [(values, verb["seconds"]) for values, verb in verbs]
-    text = "Time from a request's arrival to its answer, waits included."
-    yield _histogram(f"{name}_duration_seconds", text, labels, seconds, bounds)
-    yield _counter(name, "Requests answered.", labels, [(v, sum(verb["seconds"]["counts"])) for v, verb in verbs])
-    yield _counter(f"{name}_errors", "Requests answered with an error.", labels, [(v, o["errors"]) for v, o in verbs])
-    yield _counter(f"{name}_samples", "Samples of these requests.", labels, [(v, o["samples"]) for v, o in verbs])
-
-
-def _units(units: Sequence[Numbers], stats: Numbers, process: Numbers) -> Iterator[Metric]:
-    capacity = None if stats["capacity"] is None else stats["capacity"] / max(1, len(units))
-    of_unit: dict[str, tuple[str, Callable[[Numbers], float | None]]] = {
-        "capacity_total": ("Most samples in the unit.", lambda unit: capacity),
-        "active_keys_total": ("Samples in the unit.", lambda unit: unit["samples"]),
-        "utilization_ratio": ("How full the unit is.", lambda unit: _utilization(unit, capacity)),
-        "memory_rss_bytes": (
-            "Memory of the unit's process; only of the unit in the controller's process.",
-            lambda unit: process["rss_nbytes"] if unit["unit"] == _own_unit(stats) else None,
-        ),
-        "ssd_offload_enabled": ("1: values may go to disk.", lambda unit: unit["spill_bytes"] > 0),
-        "ssd_active_bytes": ("Values on disk.", lambda unit: unit["spilled_nbytes"]),
-        "requests_arrived": ("Requests answered.", lambda unit: sum(_counts(unit).values())),
-        "capacity_bytes": ("Most bytes of values.", lambda unit: unit["capacity_bytes"]),
-        "held_bytes": ("Bytes that values occupy.", lambda unit: unit["held_nbytes"]),
-        "live_bytes": ("Bytes of readable values.", lambda unit: unit["live_nbytes"]),
-        "arena_bytes": ("Memory that clients map, in use.", lambda unit: unit["arena_nbytes"]),
-        "recyclable_bytes": ("Memory that clients map, kept for later puts.", lambda unit: unit["recyclable_nbytes"]),
-        "leased_bytes": ("Memory leased to writers.", lambda unit: unit["leased_nbytes"]),
-        "uncommitted_bytes": ("Values put aside to replace others.", lambda unit: unit["uncommitted_nbytes"]),
-        "pins": ("Reads that pin memory.", lambda unit: unit["pins"]),
-        "waiting_puts": ("Puts that wait for room.", lambda unit: unit["parked"]),
-        "waiting_bytes": ("Bytes of puts that wait for room.", lambda unit: unit["parked_nbytes"]),
-    }  # fmt: skip
-    labels = ("storage_unit_id",)
-    for name, (text, value) in of_unit.items():
-        yield _gauge(f"tq_storage_{name}", text, labels, [((str(unit["unit"]),), value(unit)) for unit in units])
-    moved = [
-        ((str(unit["unit"]), direction, path), nbytes)
-        for unit in units
-        for direction, paths in unit["metrics"]["bytes"].items()
-        for path, nbytes in paths.items()
-    ]
-    text = "Bytes of values put or read, in messages or in memory that client and unit share."
-    yield _counter("tq_storage_bytes", text, ("storage_unit_id", "direction", "path"), moved)
-    by_op = [((str(unit["unit"]), op), count) for unit in units for op, count in _counts(unit).items()]
-    for name in ("arrivals_by_op", "request_ops"):
-        yield _gauge(f"tq_storage_{name}", "Requests answered.", ("storage_unit_id", "op_type"), by_op)
-
-
-def _own_unit(stats: Numbers) -> str | None:
-    """The unit in the controller's process."""
-    return next((str(unit["name"]) for unit in stats["storage_units"] if unit["number"] == 0), None)
+def _unit(page: _Page, unit: Numbers, capacity: float | None, rss_nbytes: int | None) -> None:
+    """``capacity``: most samples of this unit. ``rss_nbytes``: of its process, where that is known."""
+    requests, name = unit["metrics"]["requests"], str(unit["unit"])
+    answered = {op: sum(verb["seconds"]["counts"]) for op, verb in requests.items()}
+    of_unit = {
+        "capacity_total": ("Most samples in the unit.", capacity),
+        "active_keys_total": ("Samples in the unit.", unit["samples"]),
+        "utilization_ratio": ("How full the unit is.", _utilization(unit, capacity)),
+        "memory_rss_bytes": ("Memory of the unit's process; only of the unit in the controller's process.", rss_nbytes),
+        "ssd_offload_enabled": ("1: values may go to disk.", unit["spill_bytes"] > 0),
+        "ssd_active_bytes": ("Values on disk.", unit["spilled_nbytes"]),
+        "requests_arrived": ("Requests answered.", sum(answered.values())),
+        "capacity_bytes": ("Most bytes of values.", unit["capacity_bytes"]),
+        "held_bytes": ("Bytes that values occupy.", unit["held_nbytes"]),
+        "live_bytes": ("Bytes of readable values.", unit["live_nbytes"]),
+        "arena_bytes": ("Memory that clients map, in use.", unit["arena_nbytes"]),
+        "recyclable_bytes": ("Memory that clients map, kept for later puts.", unit["recyclable_nbytes"]),
+        "leased_bytes": ("Memory leased to writers.", unit["leased_nbytes"]),
+        "uncommitted_bytes": ("Values put aside to replace others.", unit["uncommitted_nbytes"]),
+        "pins": ("Reads that pin memory.", unit["pins"]),
+        "waiting_puts": ("Puts that wait for room.", unit["parked"]),
+        "waiting_bytes": ("Bytes of puts that wait for room.", unit["parked_nbytes"]),
+    }
+    page.gauges("tq_storage_", of_unit, {"storage_unit_id": name})
+    for direction, paths in unit["metrics"]["bytes"].items():
+        for path, nbytes in paths.items():
+            text = "Bytes of values put or read, in messages or in memory that client and unit share."
+            page.counter("tq_storage_bytes", text, nbytes, storage_unit_id=name, direction=direction, path=path)
+    for op, verb in requests.items():
+        labels = {"storage_unit_id": name, "op_type": op}
+        _request(page, "tq_storage_request", verb, labels)
+        page.gauge("tq_storage_arrivals_by_op", "Requests answered.", answered[op], **labels)
+        page.gauge("tq_storage_request_ops", "Requests answered.", answered[op], **labels)
+        _latencies(page, verb["seconds"], labels)
 
 
 def _utilization(unit: Numbers, capacity: float | None) -> float | None:
@@ -229,19 +247,13 @@ def _utilization(unit: Numbers, capacity: float | None) -> float | None:
     return max(shares, default=None)
 
 
-def _counts(unit: Numbers) -> dict[str, int]:
-    return {name: sum(verb["seconds"]["counts"]) for name, verb in unit["metrics"]["requests"].items()}
-
-
-def _latencies(own: Sequence[tuple[tuple[str, ...], Numbers]], bounds: Sequence[float]) -> Iterator[Metric]:
-    verbs = [((*values, op), verb["seconds"]) for values, requests in own for op, verb in requests.items()]
-    labels = ("storage_unit_id", "op_type")
-    means = [(values, seconds["sum"] / sum(seconds["counts"])) for values, seconds in verbs]
-    yield _gauge("tq_storage_request_latency_avg", "Mean latency since the start, in seconds.", labels, means)
+def _latencies(page: _Page, seconds: Numbers, labels: Mapping[str, str]) -> None:
+    counts, text = seconds["counts"], "Mean latency since the start, in seconds."
+    page.gauge("tq_storage_request_latency_avg", text, seconds["sum"] / sum(counts), **labels)
     for percent in (50, 99):
-        found = [(values, _quantile(seconds["counts"], bounds, percent / 100)) for values, seconds in verbs]
         text = f"Percentile {percent} of the latency since the start, in seconds, from the histogram."
-        yield _gauge(f"tq_storage_request_latency_p{percent}", text, labels, found)
+        value = _quantile(counts, page.bounds["seconds"], percent / 100)
+        page.gauge(f"tq_storage_request_latency_p{percent}", text, value, **labels)
 
 
 def _quantile(counts: Sequence[int], bounds: Sequence[float], share: float) -> float:
@@ -252,38 +264,3 @@ def _quantile(counts: Sequence[int], bounds: Sequence[float], share: float) -> f
             return low + (high - low) * (wanted - below) / count
         below += count
     return bounds[-1]
-
-
-# ---- families ----
-
-
-def _gauge(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) -> Metric:
-    from prometheus_client.core import GaugeMetricFamily
-
-    return _filled(GaugeMetricFamily(name, text, labels=labels), rows)
-
-
-def _counter(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) -> Metric:
-    """``name`` without the ending ``_total``."""
-    from prometheus_client.core import CounterMetricFamily
-
-    return _filled(CounterMetricFamily(name, text, labels=labels), rows)
-
-
-def _filled(family: Any, rows: Iterable[Row]) -> Metric:
-    for values, value in rows:
-        if value is not None:
-            family.add_metric(values, float(value))
-    metric: Metric = family
-    return metric
-
-
-def _histogram(name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], Numbers]],
-               bounds: Sequence[float]) -> Metric:  # fmt: skip
-    from prometheus_client.core import HistogramMetricFamily
-
-    family = HistogramMetricFamily(name, text, labels=labels)
-    edges = [*map(str, bounds), "+Inf"]
-    for values, own in rows:
-        family.add_metric(values, list(zip(edges, accumulate(own["counts"]), strict=True)), own["sum"])
-    return family

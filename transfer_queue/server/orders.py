@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
-
-import msgspec
 
 from transfer_queue.config import FullConfig, typed
 
@@ -39,31 +37,12 @@ class Orders:
     """``module:class`` of the storage backend. None: it can't be imported here."""
     parent: int | None = None
     """The process with which it ends. None: it ends by a signal."""
-    pid_namespace: int | None = None
-    """Where ``parent`` is a process id."""
     capacity_bytes: int | None = None
     """Most bytes of values in its unit. None: no limit."""
     inline_nbytes: int | None = None
     """See ``StorageUnit``. None: its default."""
-    preallocate: int = 1
-    """Samples for which a new partition has room at its first insert."""
 
     @property
     def config(self) -> FullConfig:
         """The configuration."""
         return typed(self.conf)
-
-    def with_endpoint(self, endpoint: str) -> Orders:
-        """The same, with the address at which metrics are served."""
-        metrics = {**self.conf["metrics"], "endpoint": endpoint}
-        return replace(self, conf={**self.conf, "metrics": metrics})
-
-
-def encode_orders(orders: Orders) -> str:
-    """As text for ``decode_orders``."""
-    return msgspec.json.encode(orders).decode()
-
-
-def decode_orders(text: str) -> Orders:
-    """Raises msgspec.ValidationError: it is of another version."""
-    return msgspec.json.decode(text, type=Orders)

@@ -16,12 +16,13 @@ from transfer_queue.errors import EndOfPartitionError
 
 
 class Batch:
-    """A number; counts those that are neither opened nor closed."""
+    """A requested batch, which is a number; counts those that aren't closed."""
 
     waiting = 0
 
-    def __init__(self, index: int, fail: Exception | None = None) -> None:
+    def __init__(self, index: int, receive: Callable[[], bool], fail: Exception | None = None) -> None:
         self.index = index
+        self.receive = receive
         self.fail = fail
         self.waits = True
         Batch.waiting += 1
@@ -35,25 +36,6 @@ class Batch:
     def close(self) -> None:
         Batch.waiting -= self.waits
         self.waits = False
-
-
-class Requested:
-    """A requested batch; counts those that are neither received nor closed."""
-
-    pending = 0
-
-    def __init__(self, receive: Callable[[], Any]) -> None:
-        self._receive = receive
-        self.is_open = True
-        Requested.pending += 1
-
-    def receive(self) -> Any:
-        assert self.is_open
-        return self._receive()
-
-    def close(self) -> None:
-        Requested.pending -= self.is_open
-        self.is_open = False
 
 
 class Source:
@@ -79,14 +61,14 @@ class Source:
         self.events.append(f"request {index}")
         if self.broken is not None and self.broken[2] and index == self.broken[0]:
             raise self.broken[1]
-        return Requested(lambda: self.receive(index))
+        return self.make(index)
 
-    def receive(self, index: int) -> Any:
+    def receive(self, index: int) -> bool:
         if index > self.last:
             raise EndOfPartitionError("over")
         if self.broken is not None and index == self.broken[0]:
             raise self.broken[1]
-        return self.make(index)
+        return True
 
     def make(self, index: int) -> Any:
         events = self.events
@@ -96,13 +78,13 @@ class Source:
                 events.append(f"open {index}")
                 return super().open()
 
-        return Noted(index, KeyError("cleared") if index == self.unreadable else None)
+        return Noted(index, lambda: self.receive(index), KeyError("cleared") if index == self.unreadable else None)
 
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     yield
-    assert (Batch.waiting, Requested.pending) == (0, 0)
+    assert Batch.waiting == 0
 
 
 def test_without_prefetching_a_batch_is_requested_when_the_reader_asks_for_it():
@@ -137,7 +119,7 @@ def test_a_batch_is_not_held_once_it_was_handed_out(prefetch):
 
     class Few(Source):
         def make(self, index: int) -> Any:
-            return Full(index)
+            return Full(index, lambda: self.receive(index))
 
     batches = iter(batch_stream(Few(last=2), 0, 1, prefetch))
     for _ in range(3):
@@ -177,4 +159,4 @@ def test_every_batch_comes_once_in_order_and_at_most_one_is_requested_ahead(pref
     batches.close()
     wanted = {"left": count // 2 or count, "unreadable": max(0, count - 1)}.get(end, count)
     assert [item[0] for item in taken] == list(range(0, wanted * stride, stride))
-    assert (Batch.waiting, Requested.pending) == (0, 0)
+    assert Batch.waiting == 0

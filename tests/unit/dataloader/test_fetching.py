@@ -10,34 +10,21 @@ import pytest
 
 import transfer_queue.dataloader.fetching as module
 from transfer_queue import BatchMeta, default_fetch_batch_fn, protocol
-from transfer_queue.dataloader.fetching import BatchFetcher, StreamSpec, as_fetch
+from transfer_queue.dataloader.fetching import BatchFetcher, as_fetch
 from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError
 
-VALUES = ("client", ["a"], 4, "p", "task", {"dp_rank": 0}, 7)
+VALUES = {
+    "tq_client": "client", "data_fields": ["a"], "batch_size": 4, "partition_id": "p", "task_name": "task",
+    "sampling_config": {"dp_rank": 0}, "batch_index": 7,
+}  # fmt: skip
 
 
 def by_keyword(tq_client, data_fields, batch_size, partition_id, task_name, sampling_config, batch_index):
     return tq_client, data_fields, batch_size, partition_id, task_name, sampling_config, batch_index
 
 
-def by_position(c, fields, n, where, who, how, which):
-    return c, fields, n, where, who, how, which
-
-
-def mixed(c, data_fields, n, partition_id, who, how, which):
-    return c, data_fields, n, partition_id, who, how, which
-
-
-def positional_only(tq_client, data_fields, batch_size, partition_id, task_name, sampling_config, batch_index, /):
-    return tq_client, data_fields, batch_size, partition_id, task_name, sampling_config, batch_index
-
-
 def any_order(*, batch_index, sampling_config, task_name, partition_id, batch_size, data_fields, tq_client):
     return tq_client, data_fields, batch_size, partition_id, task_name, sampling_config, batch_index
-
-
-def any_position(*values):
-    return values
 
 
 def any_name(**values):
@@ -49,12 +36,9 @@ class Callable:
         return tq_client, data_fields, batch_size, partition_id, task_name, sampling_config, batch_index
 
 
-@pytest.mark.parametrize(
-    "function",
-    [by_keyword, by_position, mixed, positional_only, any_order, any_position, any_name, Callable(), partial(any_name)],
-)
+@pytest.mark.parametrize("function", [by_keyword, any_order, any_name, Callable(), partial(any_name)])
 def test_every_way_to_write_a_fetch_function_gets_the_same_values(function):
-    assert as_fetch(function)(VALUES) == VALUES
+    assert as_fetch(function)(VALUES) == tuple(VALUES.values())
 
 
 def test_a_function_may_take_only_what_it_needs():
@@ -65,9 +49,11 @@ def test_a_function_may_take_only_what_it_needs():
     )
 
 
-@pytest.mark.parametrize("function", [lambda: None, lambda one, two: None, lambda batch_index, unknown: None])
+@pytest.mark.parametrize(
+    "function", [lambda: None, lambda one, two: None, lambda batch_index, unknown: None, lambda batch_index, /: None]
+)
 def test_a_function_that_cannot_be_called_is_refused_before_anything_is_fetched(function):
-    with pytest.raises(ValueError, match="neither by name nor by position"):
+    with pytest.raises(ValueError, match="is called by name"):
         as_fetch(function)
 
 
@@ -96,28 +82,26 @@ class Client:
         return self.consumed
 
 
+def fetcher(client, fields=("a",), config=None, **more):
+    return BatchFetcher(client, "p", list(fields), 4, "actor", config or {}, **more)
+
+
 NOT_READY = protocol.NotReady(1, 4, 1, 3, {"reward": 2}, 41.0, ["a", "reward"])
 
 
-def no_pause(seconds: float) -> bool:
-    return False
-
-
 def test_a_stream_that_times_out_says_what_is_missing():
-    spec = StreamSpec(["reward"], 4, "actor", {"dp_rank": 0}, timeout_s=0.0)
-    fetch = BatchFetcher(Client(NOT_READY), spec, "train@3", no_pause)
+    fetch = fetcher(Client(NOT_READY), ["reward"], {"dp_rank": 0}, timeout_s=0.0)
     with pytest.raises(BatchTimeoutError) as caught:
         fetch(5).receive()
     said = str(caught.value)
-    assert "task 'actor' waited 0.0 s for 4 samples of 'train@3': 1 ready, 2 lack field 'reward'" in said
+    assert "task 'actor' waited 0.0 s for 4 samples of 'p': 1 ready, 2 lack field 'reward'" in said
     assert "last published 41 s ago" in said
 
 
 def test_one_request_is_parked_no_longer_than_the_stream_may_wait():
     client = Client(NOT_READY)
-    spec = StreamSpec(["a"], 4, "actor", {"dp_rank": 0, "own": 1}, timeout_s=0.1, finite=True)
     with pytest.raises(BatchTimeoutError):
-        BatchFetcher(client, spec, "p", no_pause)(5).receive()
+        fetcher(client, config={"dp_rank": 0, "own": 1}, timeout_s=0.1, finite=True)(5).receive()
     assert client.asked[0] == protocol.Fetch(
         0, "p", "actor", ["a"], 4, 0, 5, wait_s=client.waits[0], finite=True, sampler_args={"own": 1}
     )
@@ -129,15 +113,14 @@ def test_one_request_is_parked_no_longer_than_the_stream_may_wait():
 
 def test_a_stream_that_is_told_to_stop_asks_for_nothing():
     client = Client(NOT_READY)
-    assert BatchFetcher(client, StreamSpec(["a"], 4, "actor", {}), "p", lambda seconds: True)(0) is None
+    assert fetcher(client, should_stop=lambda: True)(0) is None
     assert client.asked == []
 
 
 def test_an_answer_from_before_anybody_waited_is_asked_for_again():
     # Asked with 0 s to wait, the queue's "not yet" is older than the wait for the batch: it may be there by now.
     client = Client(NOT_READY)
-    spec = StreamSpec(["a"], 4, "actor", {}, timeout_s=0.0)
-    asked = BatchFetcher(client, spec, "p", no_pause)(0)
+    asked = fetcher(client, timeout_s=0.0)(0)
     with pytest.raises(BatchTimeoutError):
         asked.receive()
     assert len(client.asked) == 2
@@ -156,13 +139,13 @@ def test_a_waiting_stream_reports_at_its_interval_what_it_waits_for():
     heard = Heard()
     module.logger.addHandler(heard)
     stop = iter([False, False, True])
-    spec = StreamSpec(["reward"], 4, "actor", {}, report_every_s=0.0)
     try:
-        assert BatchFetcher(Client(NOT_READY), spec, "train@3", lambda seconds: next(stop))(0).receive() is None
+        asked = fetcher(Client(NOT_READY), ["reward"], report_every_s=0.0, should_stop=lambda: next(stop))(0)
+        assert asked.receive() is False
     finally:
         module.logger.removeHandler(heard)
     said = (
-        "task 'actor' waited 0.0 s for 4 samples of 'train@3': 1 ready, 2 lack field 'reward', last published 41 s "
+        "task 'actor' waited 0.0 s for 4 samples of 'p': 1 ready, 2 lack field 'reward', last published 41 s "
         "ago. Check the producers, lower batch_size, or wait longer (timeout_s)."
     )
     assert heard.said == [("WARNING", said), ("WARNING", said)]
@@ -171,27 +154,28 @@ def test_a_waiting_stream_reports_at_its_interval_what_it_waits_for():
 def test_a_users_function_that_has_nothing_is_asked_again_after_a_pause():
     answers = [(None, BatchMeta.empty()), (None, None), ({"anything": 1}, "meta")]
     pauses = []
-    spec = StreamSpec(["a"], 4, "actor", {}, fetch_batch_fn=lambda batch_index: answers.pop(0))
-    fetch = BatchFetcher(Client(), spec, "p", lambda seconds: bool(seconds and pauses.append(seconds)))
-    assert fetch(0).receive() == ({"anything": 1}, "meta")
+    fetch = fetcher(Client(), fetch_batch_fn=lambda batch_index: answers.pop(0))
+    fetch.pause = lambda seconds: bool(seconds and pauses.append(seconds))
+    asked = fetch(0)
+    assert asked.receive()
+    assert asked.open() == ({"anything": 1}, "meta")
     assert pauses == [0.05, 0.05]
 
 
 def test_the_pause_is_configured_by_the_environment(monkeypatch):
     monkeypatch.setenv("TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL", "0.5")
     answers, pauses = [(None, None), (1, None)], []
-    spec = StreamSpec(["a"], 4, "actor", {}, fetch_batch_fn=lambda batch_index: answers.pop(0))
-    BatchFetcher(Client(), spec, "p", lambda seconds: bool(seconds and pauses.append(seconds)))(0).receive()
+    fetch = fetcher(Client(), fetch_batch_fn=lambda batch_index: answers.pop(0))
+    fetch.pause = lambda seconds: bool(seconds and pauses.append(seconds))
+    fetch(0).receive()
     assert pauses == [0.5]
 
 
 def test_with_a_users_function_a_finite_stream_ends_when_all_is_consumed():
-    spec = StreamSpec(["a"], 4, "actor", {}, finite=True, fetch_batch_fn=lambda batch_index: (None, None))
     with pytest.raises(EndOfPartitionError, match="every sample of 'p' is consumed by 'actor'"):
-        BatchFetcher(Client(consumed=True), spec, "p", no_pause)(0).receive()
+        fetcher(Client(consumed=True), finite=True, fetch_batch_fn=lambda batch_index: (None, None))(0).receive()
 
 
 def test_a_users_function_that_never_has_anything_times_out_by_name():
-    spec = StreamSpec(["a"], 4, "actor", {}, timeout_s=0.0, fetch_batch_fn=lambda batch_index: (None, None))
     with pytest.raises(BatchTimeoutError, match="fetch_batch_fn has returned none so far"):
-        BatchFetcher(Client(), spec, "p", no_pause)(0).receive()
+        fetcher(Client(), timeout_s=0.0, fetch_batch_fn=lambda batch_index: (None, None))(0).receive()
