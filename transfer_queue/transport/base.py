@@ -16,18 +16,14 @@ NOBODY_WAITS = 0
 CONFIRM = (1 << 40) - 1
 """The number of a message that expects no answer, but must arrive whatever its client does next: a cancel."""
 
-HEARTBEAT_S = 2.0
-"""Between hosts: the longest interval between messages, in each direction of a connection."""
-
-LEASE_S = 15.0
-"""Between hosts: how long an end of a connection may be silent before the other considers it dead."""
-
 
 class Liveness(NamedTuple):
     """How both ends of a connection between hosts know that the other is alive."""
 
-    heartbeat_s: float = HEARTBEAT_S
-    lease_s: float = LEASE_S
+    heartbeat_s: float = 2.0
+    """The longest interval between messages, in each direction."""
+    lease_s: float = 15.0
+    """How long an end may be silent before the other considers it dead."""
 
 
 USUAL_LIVENESS = Liveness()
@@ -83,10 +79,6 @@ class Outgoing:
     envelope: Envelope
     header: bytes
     frames: Sequence[Buffer] = field(default=())
-
-
-Ready = Callable[[float], Iterable[Outgoing]]
-"""Called with monotonic seconds when something has happened. Returns answers to be sent."""
 
 
 class Handler(Protocol):

@@ -37,13 +37,6 @@ class Readiness:
         del self._acts[descriptor]
         self._poller.unregister(descriptor)
 
-    def dismiss(self, descriptor: int, act: Act) -> bool:
-        """Likewise, and returns True; False if this has ended, because the number may now mean another file."""
-        if self._acts.get(descriptor) is not act:
-            return False
-        self.remove(descriptor)
-        return True
-
     def wait(self, left_s: float) -> Iterator[tuple[Act, int]]:
         """Yield the actions of ready descriptors; nothing after ``left_s`` or ``LONGEST_WAIT_S``."""
         events = self._spin.wait(self._poller.poll, lambda: self._poller.poll(min(left_s, LONGEST_WAIT_S)), left_s)

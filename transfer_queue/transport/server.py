@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from transfer_queue.errors import ConfigError
-from transfer_queue.transport.base import USUAL_LIVENESS, Envelope, Handler, Listener, Liveness, Outgoing, Ready, Route
+from transfer_queue.transport.base import USUAL_LIVENESS, Envelope, Handler, Listener, Liveness, Outgoing, Route
 from transfer_queue.transport.loop import Readiness, guarded
 from transfer_queue.transport.unix import UnixListener
 from transfer_queue.utils.machine import open_process
@@ -36,7 +36,7 @@ class SocketServer:
         self.turned: Callable[[float], None] = _nothing
         """Called after each turn with the seconds that it took."""
         self._readiness = Readiness()
-        self._handler: Handler | None = None
+        self._handler: Handler  # from ``serve`` on; nothing is delivered before
         self._listeners: list[Listener] = []
         self._routes: dict[str, set[Route]] = {}
         self._watched: set[int] = set()
@@ -84,43 +84,31 @@ class SocketServer:
 
     # ---- other events ----
 
-    def watch(self, pid: int, namespace: int | None, ended: Callable[[], None]) -> Callable[[], None]:
-        """Call ``ended`` once when that process ends; never, if it can't be watched from here.
-
-        Returns a function that stops watching: call it in the serving thread.
-        """
+    def watch(self, pid: int, namespace: int | None, ended: Callable[[], None]) -> None:
+        """Call ``ended`` once when that process ends; never, if it can't be watched from here."""
         descriptor = open_process(pid, namespace)
         if descriptor is None:
-            return lambda: None
+            return
         if descriptor < 0:
             guarded(ended)
-            return lambda: None
+            return
 
         def end() -> None:
-            stop()
+            dismiss()
+            self._watched.discard(descriptor)
+            os.close(descriptor)
             ended()
-
-        def stop() -> None:
-            if dismiss():
-                self._watched.discard(descriptor)
-                os.close(descriptor)
 
         dismiss = self.attend(descriptor, end)
         self._watched.add(descriptor)
-        return stop
 
-    def attend(self, descriptor: int, ready: Callable[[], None]) -> Callable[[], bool]:
+    def attend(self, descriptor: int, ready: Callable[[], None]) -> Callable[[], None]:
         """Call ``ready`` in the serving thread whenever this descriptor is readable.
 
-        Returns a function that stops attending, and says whether it did so now: call it in the serving thread, before
-        the descriptor is closed. Idempotent.
+        Returns a function that stops attending: call it once, in the serving thread, before the descriptor is closed.
         """
-
-        def act(_: int) -> None:
-            ready()
-
-        self._readiness.add(descriptor, act)
-        return lambda: self._readiness.dismiss(descriptor, act)
+        self._readiness.add(descriptor, lambda _: ready())
+        return lambda: self._readiness.remove(descriptor)
 
     # ---- serving ----
 
@@ -129,7 +117,7 @@ class SocketServer:
         self._handler = handler
         try:
             while not self._stopping:
-                self._turn(handler)
+                self._turn()
         finally:
             self.close()
 
@@ -140,8 +128,8 @@ class SocketServer:
             if not self._closed:
                 os.eventfd_write(self._wake, 1)
 
-    def _turn(self, handler: Handler) -> None:
-        deadlines = [handler.next_deadline(), *(each.next_deadline() for each in self._listeners)]
+    def _turn(self) -> None:
+        deadlines = [self._handler.next_deadline(), *(each.next_deadline() for each in self._listeners)]
         due = min((at for at in deadlines if at is not None), default=math.inf)
         began = None
         for act, ready in self._readiness.wait(max(0.0, due - time.monotonic())):
@@ -149,30 +137,20 @@ class SocketServer:
             guarded(act, ready)
         if due <= (now := time.monotonic()):
             began = began or now
-            guarded(self._expire, handler, now)
+            guarded(self._expire, now)
         if began is not None:
             self.turned(time.monotonic() - began)
 
-    def _expire(self, handler: Handler, now: float) -> None:
-        at = handler.next_deadline()
+    def _expire(self, now: float) -> None:
+        at = self._handler.next_deadline()
         if at is not None and at <= now:
-            self._act(handler.expire)
+            guarded(self._send, self._handler.expire)
         for listener in self._listeners:
             listener.expire(now)
 
-    def _opened(self) -> Handler:
-        assert self._handler is not None, "nothing is delivered before ``serve``"
-        return self._handler
-
-    def _answer(self, envelope: Envelope, header: bytes, frames: list[memoryview]) -> None:
-        self._send(self._opened().handle(envelope, header, frames, time.monotonic()))
-
-    def _act(self, act: Ready) -> None:
-        guarded(lambda: self._send(act(time.monotonic())))
-
-    def _send(self, answers: Iterable[Outgoing]) -> None:
+    def _send(self, make: Callable[[float], Iterable[Outgoing]]) -> None:
         # One by one, as they are made, so that answers before an error are sent.
-        for answer in answers:
+        for answer in make(time.monotonic()):
             guarded(answer.envelope.route.send, answer)
 
     # ---- clients; the last three methods: see ``Arrivals`` ----
@@ -188,7 +166,7 @@ class SocketServer:
 
     def deliver(self, envelope: Envelope, header: bytes, frames: list[memoryview]) -> None:
         """A request has arrived."""
-        guarded(self._answer, envelope, header, frames)
+        guarded(self._send, lambda now: self._handler.handle(envelope, header, frames, now))
 
     def joined(self, client: str, route: Route) -> None:
         """A connection has named its client."""
@@ -200,8 +178,7 @@ class SocketServer:
         routes.discard(route)
         if not routes:
             del self._routes[client]
-            handler = self._opened()
-            self._act(lambda now: handler.client_gone(client, now))
+            guarded(self._send, lambda now: self._handler.client_gone(client, now))
 
     # ---- the end ----
 
