@@ -25,7 +25,6 @@ class _Packed(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
 
 
-_encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Packed)
 
 
@@ -62,7 +61,7 @@ def _packed(value: Any) -> Any:
             f"numbers, flags and texts of up to {MOST_NBYTES} bytes; pass another dtype, or plain lists."
         )
     packed = _Packed(array.dtype.str, array.shape, array.tobytes())
-    return msgspec.msgpack.Ext(_SCALAR if isinstance(value, np.generic) else _ARRAY, _encoder.encode(packed))
+    return msgspec.msgpack.Ext(_SCALAR if isinstance(value, np.generic) else _ARRAY, msgspec.msgpack.encode(packed))
 
 
 def _unpacked(value: Any) -> Any:

@@ -241,10 +241,5 @@ def check_version(hello: Hello) -> None:
         )
 
 
-_replies = msgspec.msgpack.Decoder(AnyReply)
-
-
-def decode_reply(data: bytes | memoryview) -> AnyReply:
-    """Raises msgspec.DecodeError for anything that isn't one of our replies."""
-    reply: AnyReply = _replies.decode(data)
-    return reply
+decode_reply: Callable[[bytes | memoryview], AnyReply] = msgspec.msgpack.Decoder(AnyReply).decode
+"""Raises msgspec.DecodeError for anything that isn't one of our replies."""
