@@ -17,9 +17,11 @@ from transfer_queue import protocol as p
 from transfer_queue.client.base import ClientBase, check_meta, check_tags, parts_of, tags_by_row, to_specs
 from transfer_queue.errors import (
     InvalidRequestError,
+    SampleClearedError,
     SessionEndedError,
     StorageFullError,
     UnitLostError,
+    UnknownPartitionError,
 )
 from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.metadata.meta_rows import pick
@@ -32,6 +34,7 @@ from transfer_queue.utils.logging_utils import get_logger
 
 RowTags = Mapping[int, Mapping[str, Any]]
 _TRIES = 3
+_TRIES_BY_KEY = 5
 Begin = p.Reserve | p.CheckFields | p.ResolveKeys
 _log = get_logger(__name__)
 _warned: set[str] = set()
@@ -255,6 +258,38 @@ class Puts(ClientBase):
             meta.update_custom_meta([tags.get(row) for row in range(count)])
             meta.mark_custom_meta_clean()
         return meta
+
+    async def put_by_key(
+        self, keys: list[str], partition: str, rows: TensorDict | None, tags: RowTags, role: p.Terms | None = None
+    ) -> list[p.Batch]:
+        """Write rows and tags of keys, of which unknown ones get new samples. Returns what the samples have then.
+
+        ``role``: they become heads of new groups. More than ``MOST_ROWS`` keys are several puts, one after the other,
+        with a reply each. Each of them is whole or not there.
+        """
+        replies, wait_s = [], await self.put_timeout_s()
+        parts = parts_of(len(keys))
+        columns = [rows] * len(parts) if rows is None or len(parts) == 1 else rows_at(rows, parts)
+        for some, part in zip(parts, columns, strict=True):
+            specs = {} if part is None else to_specs(extract_field_schema(part))
+            own = {row - some.start: tags[row] for row in range(some.start, some.stop) if row in tags}
+            begin = p.ResolveKeys(0, partition, keys[some], True, True, specs, wait_s, sorted(specs), role)
+            replies.append(await self._resolved(begin, part, own))
+        return replies
+
+    async def _resolved(self, begin: p.ResolveKeys, rows: TensorDict | None, tags: RowTags) -> p.Batch:
+        """A key that another client clears meanwhile is a new one, so the put begins again."""
+        tries = _TRIES_BY_KEY
+        while True:
+            tries -= 1
+            try:
+                reply = await self.write(msgspec.structs.replace(begin, id=self.session.number()), rows, tags)
+            except (SampleClearedError, UnknownPartitionError):
+                if not tries:
+                    raise
+            else:
+                assert isinstance(reply, p.Batch)
+                return reply
 
     async def _put_existing(self, rows: TensorDict, meta: BatchMeta, parser: DataParser | None) -> BatchMeta:
         tags = meta.changed_custom_meta()
