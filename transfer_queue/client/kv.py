@@ -96,9 +96,9 @@ class Keys(Gets, Puts):
             names = (await self.session.ask(p.ListPartitions, p.Names)).names
         found: dict[str, dict[str, dict[str, Any]]] = {}
         for name in names:
-            page = await self.session.ask(p.ListKeys, p.KeyList, name, None, 0, where)
+            page = await self.session.ask(p.ListKeys, p.KeyList, name, None, where)
             found.update(page.keys)
-            if page.more:  # in pages, so that a long list holds up no other client
+            if page.last is not None:  # in pages, so that a long list holds up no other client
                 found.setdefault(name, {}).update(await listed_after(self.session, name, page.last, where))
         return found
 
