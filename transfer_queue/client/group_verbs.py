@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict
 
 import msgspec
@@ -44,18 +44,14 @@ class LeaseTerms(TypedDict, total=False):
 class GroupVerbs(Gets, Puts, ClientBase):
     """Verbs of groups and leases."""
 
-    _renewals: Renewals | None = None
-
-    @property
+    @cached_property
     def renewals(self) -> Renewals:
-        if self._renewals is None:
-            self._renewals = Renewals(self)
-        return self._renewals
+        return Renewals(self)
 
     def end_threads(self) -> None:
         """The renewals of leases end. Idempotent."""
-        if self._renewals is not None:
-            self._renewals.close()
+        if "renewals" in vars(self):
+            self.renewals.close()
 
     async def async_add_groups(
         self,

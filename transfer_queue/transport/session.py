@@ -54,7 +54,13 @@ class Session:
         """``key_file``: of the server's public key, for ``tcp://`` addresses."""
         self.controller = controller
         self.client_id = client_id
-        self._server_key = None if key_file is None else _public_key(key_file)
+        self._server_key: str | None = None
+        if key_file is not None:
+            from transfer_queue.transport.tcp_wire import (
+                read_public_key,
+            )  # it loads ZMQ, which other clients never need
+
+            self._server_key = read_public_key(key_file)
         self.timeout_s = 30.0
         self._numbers = itertools.count(1)
         self._pid = os.getpid()
@@ -277,14 +283,6 @@ class Session:
             TransferQueueError
         ):  # it may have ended already, and its state of this session with it
             await self.call_many([(self.controller, p.Goodbye(self.number()), ())], _GOODBYE_TIMEOUT_S)
-
-
-def _public_key(file: str) -> str:
-    from transfer_queue.transport.tcp_wire import (
-        read_public_key,  # it loads ZMQ, which a client of this host never needs
-    )
-
-    return read_public_key(file)
 
 
 def _check_socket(address: str) -> None:
