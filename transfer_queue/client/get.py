@@ -59,10 +59,9 @@ class FetchedBatch:
 
     async def values(self) -> TensorDict | None:
         """Once. None: none came, so read them."""
-        front, self.closed = self._front, True
+        front, self._front, self.closed = self._front, None, True
         if front is None:
             return None
-        self._front = None
         return await front.decode_read(self._frames[0], self._frames[1:], self.meta.field_names, self.meta.size)
 
     async def close(self) -> None:

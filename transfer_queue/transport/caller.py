@@ -211,9 +211,7 @@ class SocketCaller:
         if driver is None:
             driver = Settling(connection, self._idle[connection.peer.address], self._is_settled)
             driver = self._settling.setdefault(connection, driver)
-        driver.begin()
-        if driver.is_alive():
-            driver.nudge()
+        driver.nudge()
 
     def _is_settled(self, connection: Connection) -> bool:
         """Whether its thread may end. While a call uses the connection, it may: that call settles it when it ends."""
