@@ -102,12 +102,12 @@ class ClientBase:
         session.done(session.controller, message.id)
         return cleared
 
-    async def set_tags(self, partition: str, tags: Mapping[int, Mapping[str, Any]], merge: bool = False) -> None:
+    async def set_tags(self, partition: str, tags: Mapping[int, Mapping[str, Any]]) -> None:
         """Set the tags of these samples, a part of them per request."""
         rows = list(tags.items())
         for some in parts_of(len(rows)):
             own = {index: dict(each) for index, each in rows[some]}
-            await self.session.ask(SetTags, Done, {partition: own}, merge)
+            await self.session.ask(SetTags, Done, {partition: own})
 
     async def _fields_of(self, partition: str) -> dict[int, tuple[str, ...]]:
         """The fields of each sample of a partition, by index."""

@@ -228,10 +228,8 @@ async def batch_get_by_meta(client: Keys, meta: KVBatchMeta, select: Sequence[st
     """``batch_get`` with the keys and fields of the metadata; every selected field must be among these."""
     if meta.partition_id is None:
         raise InvalidRequestError("the KVBatchMeta has no partition_id; set it to the partition of its keys.")
-    if select is None:
-        return await batch_get(client, meta.keys, meta.partition_id, meta.fields)
-    wanted = [select] if isinstance(select, str) else list(select)
-    unknown = [name for name in wanted if name not in (meta.fields or [])]
+    wanted = meta.fields if select is None else [select] if isinstance(select, str) else list(select)
+    unknown = [name for name in wanted or () if name not in (meta.fields or [])]
     if unknown:
         raise InvalidRequestError(f"select_fields {unknown} not found in the metadata's fields {meta.fields}.")
     return await batch_get(client, meta.keys, meta.partition_id, wanted)

@@ -89,7 +89,7 @@ _ADVICE = {
 
 def unconnected(peer: Peer, error: OSError) -> QueueUnreachableError:
     """The error for a peer that may be alive but can't be reached."""
-    if error.errno in (errno.ENOENT, errno.ECONNREFUSED):
+    if error.errno in (errno.ENOENT, errno.ECONNREFUSED, errno.EPIPE, errno.ECONNRESET):
         return absent(peer)
     advice = _ADVICE.get(error.errno or 0, "Is the address right?")
     return QueueUnreachableError(f"can't connect to {peer.name} at {peer.address}: {error}. {advice}")

@@ -49,13 +49,12 @@ class UnixConnection:
         self.peer = peer
         self.broken = False
         try:
-            self._socket = _prepared(lambda new: _connect(new, path))
+            self._socket = _prepared(lambda new: _connect(new, path, client))
         except OSError as error:
             raise unconnected(peer, error) from error
         # A dropped caller or ending process may not close it. This runs after the clients' goodbyes.
         Finalize(self, self._socket.close, exitpriority=0)
         self.descriptor = self._socket.fileno()
-        self._greeting: list[Buffer] = encode(NOBODY_WAITS, client.encode())
         self._inbound = Inbound()
         self._outbound = Outbound()
         self._unconfirmed = 0
@@ -69,14 +68,10 @@ class UnixConnection:
         return self.broken or not (self._unconfirmed or self._outbound)
 
     def send(self, number: int, header: bytes, frames: Sequence[Buffer] = ()) -> None:
-        parts = encode(number, header, frames)
-        if self._greeting:
-            parts = [*self._greeting, *parts]
         try:
-            self._outbound.send(self._socket, parts)
+            self._outbound.send(self._socket, encode(number, header, frames))
         except OSError as error:
             raise self._broken() from error
-        self._greeting = []
         self._unconfirmed += number == CONFIRM
 
     def flush(self) -> None:
@@ -250,11 +245,12 @@ def _prepared(start: Callable[[socket.socket], None]) -> socket.socket:
         raise
 
 
-def _connect(new: socket.socket, path: str) -> None:
+def _connect(new: socket.socket, path: str, client: str) -> None:
     # If too many clients connect at once, it waits a little for the server to accept some.
     new.setblocking(True)
     new.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", _CONNECT_S, 0))
     new.connect(path)
+    new.sendall(b"".join(encode(NOBODY_WAITS, client.encode())))
 
 
 def _bind(new: socket.socket, path: str) -> None:
