@@ -98,10 +98,9 @@ class TcpConnection:
         messages = []
         while self._inbox:
             messages.append(self._inbox.popleft())
-        error = self._link.error
-        if error is not None and not messages:
-            raise self._broken(error)
-        if error is not None:
+        if self._link.error is not None:
+            if not messages:
+                raise self._broken(self._link.error)
             self.make_readable()  # the error comes next
         return messages
 
@@ -279,7 +278,8 @@ class TcpLinks:
         self._closed = False
         self._wake = Descriptors(self, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
         self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="tq-tcp", daemon=True)
+        self._thread.start()
         _all.add(self)
 
     def connect(self, peer: Peer) -> TcpConnection:
@@ -292,9 +292,6 @@ class TcpLinks:
             self._num_connections += 1
             made = TcpConnection(self, link, self._num_connections)
             link.connections[self._num_connections] = made
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="tq-tcp", daemon=True)
-                self._thread.start()
         self.wake()
         return made
 
@@ -311,9 +308,7 @@ class TcpLinks:
                 return
             self._closed = True
             os.eventfd_write(self._wake.at(0), 1)
-        if self._thread is None:
-            self._context.term()
-        elif self._thread is not threading.current_thread():
+        if self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_S)
         self._wake.close()
 
