@@ -8,6 +8,7 @@ it is done only if it pays, and only on a core that no other thread wants.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import select
@@ -146,9 +147,6 @@ class Descriptors:
 
 
 def _close(descriptors: list[int]) -> None:
-    while descriptors:
-        try:
-            descriptor = descriptors.pop()
-        except IndexError:  # another thread closed it
-            return
-        os.close(descriptor)
+    with contextlib.suppress(IndexError):  # all are closed, maybe by another thread
+        while True:
+            os.close(descriptors.pop())
