@@ -56,9 +56,8 @@ class Session:
         self.client_id = client_id
         self._server_key: str | None = None
         if key_file is not None:
-            from transfer_queue.transport.tcp_wire import (
-                read_public_key,
-            )  # it loads ZMQ, which other clients never need
+            # It loads ZMQ, which a client of this host never needs.
+            from transfer_queue.transport.tcp_wire import read_public_key
 
             self._server_key = read_public_key(key_file)
         self.timeout_s = 30.0
