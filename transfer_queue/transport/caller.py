@@ -370,8 +370,4 @@ def _poll(connections: Collection[Connection], wake: int, deadline: float) -> di
     poll.register(wake, READ)
     for connection in connections:
         poll.register(connection.descriptor, READ | WRITE if connection.unsent else READ)
-
-    def sleep() -> list[tuple[int, int]]:
-        return poll.poll(math.ceil(left * 1000))
-
-    return dict(_here.spin.wait(poll.poll, sleep, left))
+    return dict(_here.spin.wait(poll.poll, lambda: poll.poll(math.ceil(left * 1000)), left))

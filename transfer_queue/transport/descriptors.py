@@ -70,17 +70,14 @@ class Spin:
         """
         if not 0 < self._longest_s < left_s:
             return sleep()
-        if not self._rests():
+        self._rested += 1
+        if self._rested >= 1 << self._doubt // _PRICE:
             return self._look(poll) or sleep()
         began = self._clock()
         found = sleep()
         if found and self._doubt and not self._is_crowded and self._clock() - began < self._longest_s:
             self._doubt -= 1
         return found
-
-    def _rests(self) -> bool:
-        self._rested += 1
-        return self._rested < 1 << self._doubt // _PRICE
 
     def _look(self, poll: Callable[[int], list[Any]]) -> list[Any]:
         preempted = self._times_preempted()
