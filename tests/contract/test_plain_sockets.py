@@ -305,14 +305,14 @@ def test_what_a_strange_server_says_is_an_error(caller, tmp_path, drive):
 def test_a_frame_of_200_mib_goes_both_ways(caller, tmp_path, drive):
     sent = np.arange(200 * MIB // 8)
     with served_by_process(tmp_path) as (peer, _):
-        ((_, (frame,)),) = drive(caller.call_many(calls(peer, b"echo", frames=[sent]), 50.0))
+        ((_, _, (frame,)),) = drive(caller.call_many(calls(peer, b"echo", frames=[sent]), 50.0))
     assert np.array_equal(np.frombuffer(frame, sent.dtype), sent)
 
 
 @DRIVES
 def test_thousands_of_frames_go_both_ways(caller, peer, drive):
     sent = [b"%d" % number for number in range(4000)] + [bytes(20_000)] * 1500
-    ((_, frames),) = drive(caller.call_many(calls(peer, b"echo", frames=sent), 50.0))
+    ((_, _, frames),) = drive(caller.call_many(calls(peer, b"echo", frames=sent), 50.0))
     assert [bytes(frame) for frame in frames] == sent
 
 
@@ -402,7 +402,7 @@ def test_a_caller_that_is_dropped_or_lives_until_the_process_ends_leaves_no_sock
             "print(run_blocking(caller.call_many([call], 10.0)))\n"
         )
         ended = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
-    assert (ended.stdout, ended.stderr) == ("[RawReply(header=b'echo', frames=[])]\n", "")
+    assert (ended.stdout, ended.stderr) == ("[Message(number=1, header=b'echo', frames=[])]\n", "")
 
 
 @DRIVES

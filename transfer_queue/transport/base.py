@@ -53,13 +53,6 @@ class PeerCall:
     number: int = NOBODY_WAITS
 
 
-class RawReply(NamedTuple):
-    """A peer's answer. The frames are read-only views of received memory."""
-
-    header: bytes
-    frames: list[memoryview]
-
-
 class Envelope(NamedTuple):
     """The client that sent a request, and the route of the answer. ``number``: of the call; ``NOBODY_WAITS`` if
     no answer is expected.

@@ -21,7 +21,7 @@ from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
 
 from transfer_queue.errors import ClosedError, QueueUnreachableError
-from transfer_queue.transport.base import NOBODY_WAITS, USUAL_LIVENESS, Liveness, Peer, PeerCall, RawReply
+from transfer_queue.transport.base import NOBODY_WAITS, USUAL_LIVENESS, Liveness, Peer, PeerCall
 from transfer_queue.transport.blocking import is_blocking, look, pause
 from transfer_queue.transport.connections import Connection, LoopConnection, closed, gone, revoke, silent
 from transfer_queue.transport.descriptors import LONGEST_WAIT_S, READ, WRITE, Descriptors, Spin, longest_s
@@ -69,7 +69,7 @@ class SocketCaller:
         self._blocked: set[object] = set()
         self._wake = Descriptors(self, *os.pipe())
 
-    async def call_many(self, calls: Iterable[PeerCall], timeout_s: float) -> list[RawReply]:
+    async def call_many(self, calls: Iterable[PeerCall], timeout_s: float) -> list[Message]:
         """Send each call as soon as it is made, then wait for all answers, up to ``timeout_s`` after the last send.
 
         Either all answers are returned, in the order of the calls, or the cancel of every sent call is sent. That
@@ -230,10 +230,10 @@ class SocketCaller:
 
     # ---- in a blocked thread ----
 
-    async def _call_blocking(self, calls: Iterable[PeerCall], timeout_s: float) -> list[RawReply]:
+    async def _call_blocking(self, calls: Iterable[PeerCall], timeout_s: float) -> list[Message]:
         borrowed: list[Connection] = []
         sent: dict[int, tuple[Connection, PeerCall]] = {}
-        replies: dict[int, RawReply] = {}
+        replies: dict[int, Message] = {}
         waiter = object()
         try:
             self._blocked.add(waiter)
@@ -248,9 +248,9 @@ class SocketCaller:
             deadline = time.monotonic() + timeout_s
             while late := [connection for number, (connection, _) in sent.items() if number not in replies]:
                 arrived = wait_for_some(set(late), wake, min(deadline, time.monotonic() + look()))
-                for number, header, frames in arrived:
-                    if number in sent:
-                        replies[number] = RawReply(header, frames)
+                for message in arrived:
+                    if message.number in sent:
+                        replies[message.number] = message
                 if not arrived and time.monotonic() >= deadline:
                     raise silent(late[0].peer, timeout_s, late[0].reached)
             return [replies[number] for number in sent]
@@ -266,10 +266,10 @@ class SocketCaller:
 
     # ---- on an event loop ----
 
-    async def _call_on_loop(self, calls: Iterable[PeerCall], timeout_s: float) -> list[RawReply]:
+    async def _call_on_loop(self, calls: Iterable[PeerCall], timeout_s: float) -> list[Message]:
         loop = asyncio.get_running_loop()
         sent: list[tuple[LoopConnection, PeerCall]] = []
-        futures: list[asyncio.Future[RawReply]] = []
+        futures: list[asyncio.Future[Message]] = []
         try:
             for call in calls:
                 connection = self._loop_connection(call.peer, loop)

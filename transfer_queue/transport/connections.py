@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from transfer_queue.errors import ClosedError, QueueUnreachableError
-from transfer_queue.transport.base import CONFIRM, Buffer, Peer, PeerCall, RawReply
+from transfer_queue.transport.base import CONFIRM, Buffer, Peer, PeerCall
 from transfer_queue.transport.framing import Message
 
 
@@ -118,7 +118,7 @@ class LoopConnection:
     def __init__(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.connection = connection
-        self._asked: dict[int, tuple[PeerCall, asyncio.Future[RawReply]]] = {}
+        self._asked: dict[int, tuple[PeerCall, asyncio.Future[Message]]] = {}
         self._writing = False
 
     @property
@@ -126,7 +126,7 @@ class LoopConnection:
         """No call waits, so the loop may end, and there is something to send or to be confirmed."""
         return not (self._asked or self.connection.settled)
 
-    def send(self, call: PeerCall) -> asyncio.Future[RawReply]:
+    def send(self, call: PeerCall) -> asyncio.Future[Message]:
         """Send a call and return its future reply. ``done`` or ``cancel`` must follow in every case."""
         if not self._asked:
             self.loop.add_reader(self.connection.descriptor, self._try, self._receive)
@@ -174,10 +174,10 @@ class LoopConnection:
         self._writing = wanted
 
     def _receive(self) -> None:
-        for number, header, frames in self.connection.receive():
-            _, future = self._asked.get(number, (None, None))
+        for message in self.connection.receive():
+            _, future = self._asked.get(message.number, (None, None))
             if future is not None and not future.done():
-                future.set_result(RawReply(header, frames))
+                future.set_result(message)
 
     def _fail(self, error: Exception) -> None:
         for _, future in self._asked.values():

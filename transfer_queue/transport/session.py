@@ -23,10 +23,11 @@ import msgspec
 from transfer_queue import protocol as p
 from transfer_queue.config import FullConfig, typed
 from transfer_queue.errors import ProtocolError, QueueUnreachableError, TransferQueueError, from_wire
-from transfer_queue.transport.base import CONFIRM, NOBODY_WAITS, Buffer, Peer, PeerCall, RawReply
+from transfer_queue.transport.base import CONFIRM, NOBODY_WAITS, Buffer, Peer, PeerCall
 from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.caller import SocketCaller
 from transfer_queue.transport.connections import closed
+from transfer_queue.transport.framing import Message
 from transfer_queue.utils.machine import pid_namespace
 
 R = TypeVar("R", bound=p.Reply)
@@ -84,7 +85,7 @@ class Session:
         """A number that no other call of this session has."""
         return next(self._numbers)
 
-    async def call_many(self, asks: Sequence[Ask], timeout_s: float, keep: bool = False) -> list[RawReply]:
+    async def call_many(self, asks: Sequence[Ask], timeout_s: float, keep: bool = False) -> list[Message]:
         """Send all requests, then wait for all answers, in the order of ``asks``. On failure they are cancelled.
 
         Args:
