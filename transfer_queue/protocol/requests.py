@@ -156,7 +156,6 @@ class Fetch(Request, frozen=True):
     wait_s: Seconds = 0.0
     finite: bool = False
     sampler_args: dict[str, Any] = {}
-    acks: list[str] = []
     first_index: Position | None = None
     skip: Position = 0
     pass_start: Position | None = None
