@@ -104,7 +104,8 @@ def test_readiness_tells_of_what_is_wanted_until_it_is_removed():
     read, write = os.pipe()
     told: list[str] = []
     readiness.add(read, lambda ready: told.append(f"read {ready & READ}"))
-    readiness.add(write, lambda ready: told.append(f"write {ready & WRITE}"), WRITE)
+    readiness.add(write, lambda ready: told.append(f"write {ready & WRITE}"))
+    readiness.want(write, WRITE)
 
     def turn() -> list[str]:
         told.clear()

@@ -24,8 +24,9 @@ class Readiness:
         self._acts: dict[int, Act] = {}
         self._spin = Spin(longest_s())
 
-    def add(self, descriptor: int, act: Act, wanted: int = READ) -> None:
-        self._poller.register(descriptor, wanted)
+    def add(self, descriptor: int, act: Act) -> None:
+        """Act whenever there is something to read."""
+        self._poller.register(descriptor, READ)
         self._acts[descriptor] = act
 
     def want(self, descriptor: int, wanted: int) -> None:
