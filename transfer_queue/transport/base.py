@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 Buffer = Any
@@ -29,16 +28,14 @@ class Liveness(NamedTuple):
 USUAL_LIVENESS = Liveness()
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
+class Peer(NamedTuple):
     """A server that can be called. ``address``: ``ipc://PATH`` or ``tcp://HOST:PORT``."""
 
     name: str
     address: str
 
 
-@dataclass(frozen=True, slots=True)
-class PeerCall:
+class PeerCall(NamedTuple):
     """One request to one peer: a short encoded header, and the values' buffers.
 
     ``number`` is its own among all calls of the caller; the answer comes with it.
@@ -65,13 +62,12 @@ class Envelope(NamedTuple):
     route: Any
 
 
-@dataclass(frozen=True, slots=True)
-class Outgoing:
+class Outgoing(NamedTuple):
     """One answer to be sent to ``envelope``. It is dropped if no call waits for it."""
 
     envelope: Envelope
     header: bytes
-    frames: Sequence[Buffer] = field(default=())
+    frames: Sequence[Buffer] = ()
 
 
 class Handler(Protocol):
