@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -40,11 +41,13 @@ class SocketServer:
         self._listeners: list[Listener] = []
         self._routes: dict[str, set[Route]] = {}
         self._watched: set[int] = set()
-        self._last_acts: list[Callable[[], None]] = []
+        self._at_close = contextlib.ExitStack()
         self._stopping = self._closed = False
         self._lock = threading.RLock()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._readiness.add(self._wake, _nothing)
+        self._at_close.callback(os.close, self._wake)
+        self._at_close.callback(self._readiness.close)
         try:
             self.address = self.listen(address, keys, insecure, liveness)
         except BaseException:
@@ -80,6 +83,7 @@ class SocketServer:
         else:
             listener = UnixListener(address, self._readiness, self)
         self._listeners.append(listener)
+        self._at_close.callback(listener.close)
         return listener.address
 
     # ---- other events ----
@@ -184,7 +188,7 @@ class SocketServer:
 
     def at_close(self, act: Callable[[], None]) -> None:
         """Run this when the server closes, in the serving thread, while ``attend`` still works."""
-        self._last_acts.append(act)
+        self._at_close.callback(act)
 
     def close(self) -> None:
         """Close everything, in the serving thread or if it never served. Idempotent."""
@@ -192,16 +196,10 @@ class SocketServer:
             if self._closed:
                 return
             self._closed = True
-        for act in self._last_acts:
-            act()
         for descriptor in self._watched:
             os.close(descriptor)
-        self._watched.clear()
         self._routes.clear()
-        for listener in self._listeners:
-            listener.close()
-        self._readiness.close()
-        os.close(self._wake)
+        self._at_close.close()
 
 
 def _nothing(_: float) -> None:
