@@ -205,11 +205,9 @@ class LoopConnection:
     def close_from_anywhere(self, error: Exception) -> None:
         """``close``, in the loop's thread if the loop is running there."""
         if self.loop.is_running() and asyncio._get_running_loop() is not self.loop:
-            try:
+            with contextlib.suppress(RuntimeError):  # it was closed in between
                 self.loop.call_soon_threadsafe(self.close, error)
                 return
-            except RuntimeError:  # it was closed in between
-                pass
         self.close(error)
 
 
