@@ -33,7 +33,7 @@ REQUESTS = [
     p.CheckFields(7, "p", INDEXES, SPEC),
     p.Publish(9, "p", INDEXES, SPEC, TAGS, True, 6),
     p.Insert(10, "p", 3, ["x"], 2.0),
-    p.Fetch(11, "p", "t", ["x", "y"], 4, 1, 2, 8, 30.0, True, {"temperature": 0.5}, ["token"], 0, 2, 1, "after", True),
+    p.Fetch(11, "p", "t", ["x", "y"], 4, 1, 2, 8, 30.0, True, {"temperature": 0.5}, 0, 2, 1, "after", True),
     p.Cancel(12, 11),
     p.Ack(13, "p", "t", ["token"], True),
     p.Describe(14, "p", ["x"], INDEXES, 7),

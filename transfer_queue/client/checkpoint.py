@@ -178,7 +178,7 @@ class Checkpoints(ClientBase):
     # ---- saving ----
 
     async def _save(
-        self, directory: AnyPath, user: Mapping[str, Any], task: str | None = None
+        self, directory: AnyPath, user: dict[str, Any], task: str | None = None
     ) -> list[tuple[str, SavedBatch]]:
         """Save the whole queue, or the open batches of a task; returns these, each with its partition."""
         staging = Staging(directory)
