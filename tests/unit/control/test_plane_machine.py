@@ -265,7 +265,7 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
     def fetch_unnamed(self, client: str, reader: str, count: int, with_values: bool) -> None:
         self.put(client, UNNAMED, count, 0.0, ["a"])
         self.ask(
-            reader, p.Fetch, UNNAMED, "plain", ["a"], count, None, None, None, 0.0, False, {}, [], None, 0, None, None,
+            reader, p.Fetch, UNNAMED, "plain", ["a"], count, None, None, None, 0.0, False, {}, None, 0, None, None,
             with_values,
         )  # fmt: skip
 

@@ -129,7 +129,7 @@ def test_status_is_told_in_pages(plane, page_of):
 def test_a_page_of_status_holds_no_more_than_so_many_samples(plane):
     reserved = ask(plane, ROLLOUT, p.Insert, "p", MOST_STATUS + 1)
     assert len(indexes(reserved)) == MOST_STATUS + 1
-    page = ask(plane, ACTOR, p.ConsumptionStatus, "p", "train", False, None, 2**31 - 1)
+    page = ask(plane, ACTOR, p.ConsumptionStatus, "p", "train")
     assert (len(indexes(page)), page.more) == (MOST_STATUS, True)
     page = ask(plane, ACTOR, p.ConsumptionStatus, "p", "train", False, MOST_STATUS - 1)
     assert (len(indexes(page)), page.more) == (1, False)
