@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from transfer_queue.errors import QueueUnreachableError
-from transfer_queue.transport.base import NOBODY_WAITS, Buffer, Envelope, Handler, Outgoing, Peer, PeerCall, RawReply
+from transfer_queue.transport.base import NOBODY_WAITS, Buffer, Envelope, Handler, Outgoing, Peer, PeerCall
 from transfer_queue.transport.blocking import is_blocking, pause
+from transfer_queue.transport.framing import Message
 
 # Another caller's request may produce an answer, so callers find each other by the route in the envelope.
 _callers: weakref.WeakValueDictionary[bytes, LocalCaller] = weakref.WeakValueDictionary()
@@ -30,14 +31,14 @@ class LocalCaller:
         self._handlers = handlers
         self._client_id = client_id
         self._route = next(_routes).to_bytes(8, "little")
-        self._waiting: dict[int, concurrent.futures.Future[RawReply]] = {}
+        self._waiting: dict[int, concurrent.futures.Future[Message]] = {}
         self._known: dict[str, Handler] = {}
         _callers[self._route] = self
 
-    async def call_many(self, calls: Iterable[PeerCall], timeout_s: float) -> list[RawReply]:
+    async def call_many(self, calls: Iterable[PeerCall], timeout_s: float) -> list[Message]:
         """See ``SocketCaller``."""
         asked: dict[int, PeerCall] = {}
-        pending: list[concurrent.futures.Future[RawReply]] = []
+        pending: list[concurrent.futures.Future[Message]] = []
         try:
             with _one_at_a_time:
                 for call in calls:
@@ -71,7 +72,7 @@ class LocalCaller:
             while self._known:
                 _deliver(self._known.popitem()[1].client_gone(self._client_id, time.monotonic()))
 
-    def _send(self, call: PeerCall, asked: dict[int, PeerCall]) -> concurrent.futures.Future[RawReply]:
+    def _send(self, call: PeerCall, asked: dict[int, PeerCall]) -> concurrent.futures.Future[Message]:
         future = self._waiting[call.number] = concurrent.futures.Future()
         asked[call.number] = call
         self._hand_over(call.peer, call.number, call.header, call.frames)
@@ -103,10 +104,12 @@ class LocalCaller:
     def _take(self, outgoing: Outgoing) -> None:
         future = self._waiting.pop(outgoing.envelope.number, None)
         if future is not None:
-            future.set_result(RawReply(outgoing.header, [_view(frame) for frame in outgoing.frames]))
+            future.set_result(
+                Message(outgoing.envelope.number, outgoing.header, [_view(frame) for frame in outgoing.frames])
+            )
 
 
-async def _first_of(waiting: Sequence[concurrent.futures.Future[RawReply]], timeout_s: float) -> None:
+async def _first_of(waiting: Sequence[concurrent.futures.Future[Message]], timeout_s: float) -> None:
     first = concurrent.futures.FIRST_COMPLETED
     if is_blocking():
         concurrent.futures.wait(waiting, timeout_s, first)

@@ -115,7 +115,7 @@ def test_a_call_that_cannot_be_made_is_told_and_the_ones_before_it_leave_nothing
 def test_frames_arrive_whole_and_read_only(desk, drive):
     make, peer, _ = desk
     sent = [np.arange(1 << 21), b"", b"x" * 70_000, memoryview(b"abc"), np.zeros((2, 3), np.float32)]
-    ((_, frames),) = drive(make().call_many(calls(peer, b"echo", frames=sent), 30.0))
+    ((_, _, frames),) = drive(make().call_many(calls(peer, b"echo", frames=sent), 30.0))
     assert [bytes(frame) for frame in frames] == [memoryview(frame).tobytes() for frame in sent]
     assert all(frame.readonly for frame in frames)
 

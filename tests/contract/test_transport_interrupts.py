@@ -59,7 +59,7 @@ def test_a_ctrl_c_at_any_step_leaves_connections_that_can_be_used_and_cancels_wh
         blocking(caller.call_many(calls(peer, b"echo"), 10.0))
         step = 0
         while interrupted(step, partial(_call, caller, peer, step, frames)):
-            ((header, found),) = blocking(caller.call_many([numbered(peer, b"after %d" % step, frames)], 10.0))
+            ((_, header, found),) = blocking(caller.call_many([numbered(peer, b"after %d" % step, frames)], 10.0))
             assert (header, [bytes(frame) for frame in found]) == (b"after %d" % step, frames)
             step += 1
         assert step > 300, "it was interrupted nowhere"

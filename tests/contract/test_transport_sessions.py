@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def echo(caller: Any, peer: Any, header: bytes = b"echo", timeout_s: float = 10.0) -> bytes:
-    ((found, _),) = blocking(caller.call_many(calls(peer, header), timeout_s))
+    ((_, found, _),) = blocking(caller.call_many(calls(peer, header), timeout_s))
     return found
 
 

@@ -65,7 +65,7 @@ def caller() -> Iterator[SocketCaller]:
 
 
 def echo(caller: SocketCaller, peer: Peer, header: bytes = b"echo", timeout_s: float = 10.0) -> bytes:
-    ((found, _),) = run_blocking(caller.call_many(calls(peer, header), timeout_s))
+    ((_, found, _),) = run_blocking(caller.call_many(calls(peer, header), timeout_s))
     return found
 
 
@@ -367,7 +367,7 @@ def test_a_server_whose_answer_takes_longer_than_a_lease_is_not_silent(drive):
     thread.start()
     caller = SocketCaller("me", **LONGER)
     call = numbered(Peer("slow", slow.last_endpoint.decode()), b"echo")
-    ((header, (frame,)),) = drive(caller.call_many([call], 60.0))
+    ((_, header, (frame,)),) = drive(caller.call_many([call], 60.0))
     assert (header, bytes(frame)) == (b"echo", bytes(1000))
     caller.close()
     thread.join(JOIN_S)
@@ -463,7 +463,7 @@ def test_a_process_that_ends_without_closing_says_goodbye_and_nothing_else(tmp_p
             "print(run_blocking(caller.call_many([call], 10.0)))\n"
         )
         ended = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
-        assert (ended.stdout, ended.stderr) == ("[RawReply(header=b'echo', frames=[])]\n", "")
+        assert (ended.stdout, ended.stderr) == ("[Message(number=1, header=b'echo', frames=[])]\n", "")
         until(lambda: served.gone == ["unclosed"])
 
 

@@ -17,9 +17,10 @@ from transfer_queue import protocol as p
 from transfer_queue.client import kv
 from transfer_queue.client.get import fetch_request
 from transfer_queue.storage.messages import UnitRequest
-from transfer_queue.transport.base import PeerCall, RawReply
+from transfer_queue.transport.base import PeerCall
 from transfer_queue.transport.blocking import is_blocking, run_blocking
 from transfer_queue.transport.caller import SocketCaller
+from transfer_queue.transport.framing import Message
 
 R = TypeVar("R")
 _decode = p.message_decoder(*get_args(UnitRequest))
@@ -71,7 +72,7 @@ def exchanges(client: tq.TransferQueueClient, verb: Callable[[], object]) -> lis
     caller = _caller_of(client)
     ask = caller.call_many
 
-    async def noted(calls: Any, timeout_s: float) -> list[RawReply]:
+    async def noted(calls: Any, timeout_s: float) -> list[Message]:
         made = list(calls)
         found.append([kind_of(call) for call in made])
         return await ask(made, timeout_s)
@@ -95,7 +96,7 @@ def giving_up(client: tq.TransferQueueClient, kind: str, error: BaseException) -
     caller = _caller_of(client)
     ask = caller.call_many
 
-    async def give_up(calls: Any, timeout_s: float) -> list[RawReply]:
+    async def give_up(calls: Any, timeout_s: float) -> list[Message]:
         made = list(calls)
         replies = await ask(made, timeout_s)
         if given_up or kind not in map(kind_of, made):
@@ -120,7 +121,7 @@ def before(client: tq.TransferQueueClient, kind: str, act: Callable[[], object])
     caller = _caller_of(client)
     ask, outer = caller.call_many, vars(caller).get("call_many")
 
-    async def act_first(calls: Any, timeout_s: float) -> list[RawReply]:
+    async def act_first(calls: Any, timeout_s: float) -> list[Message]:
         made = list(calls)
         if acts and kind in map(kind_of, made):
             acts.pop()()

@@ -33,12 +33,12 @@ REQUESTS = [
     p.CheckFields(7, "p", INDEXES, SPEC),
     p.Publish(9, "p", INDEXES, SPEC, TAGS, True, 6),
     p.Insert(10, "p", 3, ["x"], 2.0),
-    p.Fetch(11, "p", "t", ["x", "y"], 4, 1, 2, 8, 30.0, True, {"temperature": 0.5}, ["token"], 0, 2, 1, "after", True),
+    p.Fetch(11, "p", "t", ["x", "y"], 4, 1, 2, 8, 30.0, True, {"temperature": 0.5}, 0, 2, 1, "after", True),
     p.Cancel(12, 11),
     p.Ack(13, "p", "t", ["token"], True),
-    p.Describe(14, "p", ["x"], INDEXES, 7, 100),
-    p.ConsumptionStatus(15, "p", "t", True, 7, 100),
-    p.FieldStatus(16, "p", ["x"], True, 7, 100),
+    p.Describe(14, "p", ["x"], INDEXES, 7),
+    p.ConsumptionStatus(15, "p", "t", True, 7),
+    p.FieldStatus(16, "p", ["x"], True, 7),
     p.ResetConsumption(17, "p", "t"),
     p.SetTags(18, {"p": TAGS}, True),
     p.ClearSamples(19, "p", INDEXES),
@@ -48,7 +48,7 @@ REQUESTS = [
     p.ResolveKeys(22, "p", ["k"], True, True, SPEC, 3.0),
     p.Put(22, p.Reserve(22, "p", 8, SPEC, 1.5), TAGS, b"columns"),
     p.KeysOf(23, "p", INDEXES),
-    p.ListKeys(24, "p", "k", 100),
+    p.ListKeys(24, "p", "k"),
     p.WatchKeys(1, "p", (1, 2, 3), "v == 1", 2.0),
     p.WaitKeys(1, "p", "v == 1", 2, 3.0),
     p.ForgetTask(25, "t"),
@@ -87,7 +87,7 @@ REPLIES = [
     p.Status(9, True, INDEXES, b"\1\0\1", 1, True),
     p.Cleared(10, INDEXES, {"t": 3}, ["u"], True, 4),
     p.Names(11, ["a", None]),
-    p.KeyList(12, {"p": {"k": {"a": 1}}}, True),
+    p.KeyList(12, {"p": {"k": {"a": 1}}}, "k"),
     p.Units(13, 7, [p.UnitInfo(0, "unit0", "host", ["ipc:///unit0"], 2**40)]),
     p.ChangedKeys(1, (1, 2, 3), {"k": {"v": 1}}, ["l"], True, "k"),
     p.Frozen(14, b"state", 2),
@@ -128,7 +128,7 @@ def test_every_reply_survives_the_trip(verb):
 def test_requests_and_replies_are_told_apart():
     with pytest.raises(msgspec.DecodeError):
         p.decode_reply(p.encode(p.GetStats(1)))
-    with pytest.raises(ProtocolError, match="protocol version 3"):
+    with pytest.raises(ProtocolError, match="protocol version 4"):
         decode_message(p.encode(p.ClientMessage([], p.Done(1))))
 
 
@@ -313,5 +313,5 @@ def test_a_text_that_is_no_unicode_is_refused_by_its_sender(request_):
 
 def test_a_hello_of_another_version_is_refused_with_both_versions():
     p.check_version(p.Hello(1, 99, p.PROTOCOL_VERSION))
-    with pytest.raises(ProtocolError, match="version 0 of the protocol, this server version 3"):
+    with pytest.raises(ProtocolError, match="version 0 of the protocol, this server version 4"):
         p.check_version(p.Hello(1, 99))

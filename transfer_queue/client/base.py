@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
 if TYPE_CHECKING:
     from transfer_queue.storage.base import StorageManager
+
+Page = TypeVar("Page", p.Batch, p.Status)
 
 
 class ClientBase:
@@ -100,29 +102,32 @@ class ClientBase:
         session.done(session.controller, message.id)
         return cleared
 
-    async def set_tags(self, partition: str, tags: Mapping[int, Mapping[str, Any]], merge: bool = False) -> None:
+    async def set_tags(self, partition: str, tags: Mapping[int, Mapping[str, Any]]) -> None:
         """Set the tags of these samples, a part of them per request."""
         rows = list(tags.items())
         for some in parts_of(len(rows)):
             own = {index: dict(each) for index, each in rows[some]}
-            await self.session.ask(SetTags, Done, {partition: own}, merge)
+            await self.session.ask(SetTags, Done, {partition: own})
 
     async def _fields_of(self, partition: str) -> dict[int, tuple[str, ...]]:
         """The fields of each sample of a partition, by index."""
         stats = (await self.session.stats())["partitions"].get(partition)
         fields: list[str] = [] if stats is None else stats["fields"]
         found: dict[int, tuple[str, ...]] = {}
-        after, more = None, bool(fields)
-        while more:
-            page = await self.session.ask(p.FieldStatus, p.Status, partition, fields, False, after)
-            if not page.known:  # it was cleared meanwhile
-                break
+        for page in await self.pages(p.FieldStatus, p.Status, partition, fields, False) if fields else ():
             indexes = p.unpack_indexes(page.indexes).tolist()
             has = np.frombuffer(page.status, np.int8).reshape(len(indexes), len(fields))
             for index, own in zip(indexes, has.tolist(), strict=True):
                 found[index] = tuple(name for name, here in zip(fields, own, strict=True) if here)
-            after, more = (indexes[-1] if indexes else None), page.more
         return found
+
+    async def pages(self, request: type[p.Request], expected: type[Page], *args: Any) -> list[Page]:
+        """The pages about all samples of a partition: one request each, so that many hold up no other client."""
+        pages = [await self.session.ask(request, expected, *args)]
+        while pages[-1].more:
+            last = int(unpack_indexes(pages[-1].indexes)[-1])
+            pages.append(await self.session.ask(request, expected, *args, last))
+        return pages
 
     def close(self) -> None:
         """End the session; what was put stays, and so do values that were read. Idempotent.

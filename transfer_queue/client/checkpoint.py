@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from transfer_queue.checkpoint.saved_state import SavedState, write_slice
 from transfer_queue.checkpoint.saved_values import Places, SavedValues, save_values
 from transfer_queue.checkpoint.spool import spooled_checkpoint
 from transfer_queue.client.base import ClientBase
-from transfer_queue.control.saved import SavedQueue, saved_indexes
+from transfer_queue.control.saved import SavedBatch, SavedQueue, saved_indexes
 from transfer_queue.transport.blocking import is_blocking, off_loop
 from transfer_queue.utils.logging_utils import get_logger
 
@@ -29,12 +29,20 @@ AnyPath = str | os.PathLike[str]
 _log = get_logger(__name__)
 
 
+class _Staged(NamedTuple):
+    """Values that are stored for a restore: the call that made room for them, what was added to their indexes, and
+    where they lie.
+    """
+
+    call: int = 0
+    shift: int = 0
+    places: Places = Places()
+
+
 class Checkpoints(ClientBase):
     """The queue stays in use meanwhile. Only puts that replace values being saved wait until these are read."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._staged = _Staged()
+    _staged = _Staged()
 
     async def async_save_checkpoint(
         self, checkpoint_dir: AnyPath, *, include_storage: bool = True, metadata: Mapping[str, Any] | None = None
@@ -64,13 +72,7 @@ class Checkpoints(ClientBase):
         user = check_user_metadata(metadata)
         if not include_storage:
             _log.warning("include_storage=False is ignored: SimpleStorage holds values in memory only, they are saved.")
-        staging = Staging(checkpoint_dir)
-        staging.begin()
-        with staging:
-            async with self._frozen(staging.path / CONTROLLER) as controller:
-                await self._save_storage(staging.path)
-            await off_loop(complete, staging.path, user, controller)
-            await off_loop(staging.commit)
+        await self._save(checkpoint_dir, user)
 
     async def async_save_batches(self, directory: AnyPath, task_name: str) -> int:
         """Save the batches that a task was given and has not acknowledged, then acknowledge them.
@@ -89,14 +91,7 @@ class Checkpoints(ClientBase):
             >>> client.save_batches("runs/record/000000", "copy")
             1
         """
-        staging = Staging(directory)
-        staging.begin()
-        with staging:
-            async with self._frozen(staging.path / CONTROLLER, task_name) as controller:
-                await self._save_storage(staging.path)
-            await off_loop(complete, staging.path, {"task": task_name}, controller)
-            saved = await off_loop(lambda: list(SavedState(staging.path / CONTROLLER, controller).batches()))
-            await off_loop(staging.commit)
+        saved = await self._save(directory, {"task": task_name}, task_name)
         by_partition: dict[str, list[str]] = {}
         for partition, batch in saved:
             by_partition.setdefault(partition, []).append(batch.token)
@@ -163,10 +158,8 @@ class Checkpoints(ClientBase):
             CheckpointError: they could not be written.
         """
         directory = Path(checkpoint_dir)
-        if (directory / CONTROLLER).exists():
-            await save_values(self.storage_manager, SavedState(directory / CONTROLLER), directory / STORAGE)
-            return
-        async with self._frozen(directory / CONTROLLER):
+        is_saved = (directory / CONTROLLER).exists()
+        async with nullcontext() if is_saved else self._frozen(directory / CONTROLLER):
             await save_values(self.storage_manager, SavedState(directory / CONTROLLER), directory / STORAGE)
 
     async def async_load_storage_checkpoint(self, checkpoint_dir: AnyPath) -> None:
@@ -183,6 +176,20 @@ class Checkpoints(ClientBase):
             await self._store(state, await off_loop(read_values, directory, state))
 
     # ---- saving ----
+
+    async def _save(
+        self, directory: AnyPath, user: dict[str, Any], task: str | None = None
+    ) -> list[tuple[str, SavedBatch]]:
+        """Save the whole queue, or the open batches of a task; returns these, each with its partition."""
+        staging = Staging(directory)
+        staging.begin()
+        with staging:
+            async with self._frozen(staging.path / CONTROLLER, task) as controller:
+                await self._save_storage(staging.path)
+            await off_loop(complete, staging.path, user, controller)
+            saved = [] if task is None else await off_loop(_batches, staging.path / CONTROLLER, controller)
+            await off_loop(staging.commit)
+        return saved
 
     @asynccontextmanager
     async def _frozen(self, path: Path, task: str | None = None) -> AsyncIterator[DataFile]:
@@ -225,8 +232,7 @@ class Checkpoints(ClientBase):
         shift = int((await session.send(stage, p.Done, keep=True)).value)
         self._staged = _Staged(stage.id, shift)
         try:
-            places = await values.put(self.storage_manager, shift)
-            self._staged = _Staged(stage.id, shift, places)
+            self._staged = _Staged(stage.id, shift, await values.put(self.storage_manager, shift))
         except BaseException:
             await self._unstage()
             raise
@@ -261,14 +267,8 @@ class Checkpoints(ClientBase):
             await self.session.cancel(call)
 
 
-class _Staged(NamedTuple):
-    """Values that are stored for a restore: the call that made room for them, what was added to their indexes, and
-    where they lie.
-    """
-
-    call: int = 0
-    shift: int = 0
-    places: Places = Places()
+def _batches(path: Path, written: DataFile) -> list[tuple[str, SavedBatch]]:
+    return list(SavedState(path, written).batches())
 
 
 def _indexes(state: SavedState) -> bytes:

@@ -59,10 +59,9 @@ class FetchedBatch:
 
     async def values(self) -> TensorDict | None:
         """Once. None: none came, so read them."""
-        front, self.closed = self._front, True
+        front, self._front, self.closed = self._front, None, True
         if front is None:
             return None
-        self._front = None
         return await front.decode_read(self._frames[0], self._frames[1:], self.meta.field_names, self.meta.size)
 
     async def close(self) -> None:
@@ -115,7 +114,8 @@ class Gets(ClientBase):
         if partition_id is None:
             raise InvalidRequestError("get_meta needs a partition_id.")
         if mode == "force_fetch":
-            return await self._describe(partition_id, None if data_fields is None else as_names(data_fields))
+            named = None if data_fields is None else as_names(data_fields)
+            return joined(await self.pages(p.Describe, p.Batch, partition_id, named, None))
         fields = as_names(data_fields or [])
         if mode not in ("fetch", "insert"):
             near = difflib.get_close_matches(str(mode), ["fetch", "insert", "force_fetch"], 1, 0.0)
@@ -141,14 +141,6 @@ class Gets(ClientBase):
                 return BatchMeta.empty()
             raise BatchTimeoutError(str(not_ready(reply, task_name, partition_id, fields, wait_s)))
         return self._to_read(reply)
-
-    async def _describe(self, partition_id: str, fields: Sequence[str] | None) -> BatchMeta:
-        """In pages, so that a large partition holds up no other client."""
-        pages = [await self.session.ask(p.Describe, p.Batch, partition_id, fields)]
-        while pages[-1].more:
-            last = int(p.unpack_indexes(pages[-1].indexes)[-1])
-            pages.append(await self.session.ask(p.Describe, p.Batch, partition_id, fields, None, last))
-        return joined(pages)
 
     async def async_fetch_batch(self, fetch: p.Fetch) -> FetchedBatch | p.NotReady:
         """One fetch, which waits in the controller for up to ``fetch.wait_s`` seconds.

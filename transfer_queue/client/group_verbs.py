@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict
 
 import msgspec
@@ -14,12 +14,12 @@ import torch
 from tensordict import TensorDict
 
 from transfer_queue import protocol as p
-from transfer_queue.client.base import ClientBase, check_meta, checked_wait, parts_of, tags_by_row, to_meta, to_specs
+from transfer_queue.client.base import ClientBase, check_meta, checked_wait, joined, parts_of, tags_by_row, to_meta
 from transfer_queue.client.get import Gets
 from transfer_queue.client.lease import Lease, LeaseStream, Renewals, Rows
 from transfer_queue.client.put import Puts, as_tensordict, rows_at
 from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError, InvalidRequestError, SampleClearedError
-from transfer_queue.metadata import BatchMeta, extract_field_schema
+from transfer_queue.metadata import BatchMeta
 from transfer_queue.utils.logging_utils import get_logger
 
 if TYPE_CHECKING:
@@ -44,18 +44,14 @@ class LeaseTerms(TypedDict, total=False):
 class GroupVerbs(Gets, Puts, ClientBase):
     """Verbs of groups and leases."""
 
-    _renewals: Renewals | None = None
-
-    @property
+    @cached_property
     def renewals(self) -> Renewals:
-        if self._renewals is None:
-            self._renewals = Renewals(self)
-        return self._renewals
+        return Renewals(self)
 
     def end_threads(self) -> None:
         """The renewals of leases end. Idempotent."""
-        if self._renewals is not None:
-            self._renewals.close()
+        if "renewals" in vars(self):
+            self.renewals.close()
 
     async def async_add_groups(
         self,
@@ -111,18 +107,7 @@ class GroupVerbs(Gets, Puts, ClientBase):
         if deadline_s is not None and not 0 < deadline_s <= p.LONGEST_WAIT_S:
             raise InvalidRequestError(f"deadline_s must be a number of seconds above 0, got {deadline_s!r}.")
         terms = p.Terms(parts, min_parts, deadline_s, attempts, worker_attempts, tuple(tasks))
-        by_row = tags_by_row(tags, count)
-        metas = []
-        ranges = parts_of(count)
-        for some, part in zip(ranges, [rows] if len(ranges) == 1 else rows_at(rows, ranges), strict=True):
-            specs = to_specs(extract_field_schema(part))
-            number, wait_s = self.session.number(), await self.put_timeout_s()
-            begin = p.ResolveKeys(number, partition, names[some], True, True, specs, wait_s, sorted(specs), terms)
-            own = {row - some.start: by_row[row] for row in range(some.start, some.stop) if row in by_row}
-            reply = await self.write(begin, part, own)
-            assert isinstance(reply, p.Batch)
-            metas.append(to_meta(reply))
-        return BatchMeta.concat(metas) if len(metas) > 1 else metas[0]
+        return joined(await self.put_by_key(names, partition, rows, tags_by_row(tags, count), terms))
 
     async def put_members(
         self, rows: TensorDict, partition: str, tags: Sequence[Mapping[str, Any] | None] | None, members: p.Members

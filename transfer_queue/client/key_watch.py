@@ -182,7 +182,7 @@ async def listed_after(session: Session, partition: str, last: str | None, where
     """The pages of a list that follow the one that ended with this key; None: it was the last page."""
     keys: dict[str, Tags] = {}
     while last is not None:
-        page = await session.ask(p.ListKeys, p.KeyList, partition, last, 0, where)
+        page = await session.ask(p.ListKeys, p.KeyList, partition, last, where)
         keys.update(page.keys.get(partition, {}))
         last = page.last
     return keys

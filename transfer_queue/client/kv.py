@@ -11,18 +11,17 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from transfer_queue import protocol as p
-from transfer_queue.client.base import check_meta, joined, parts_of, tags_by_row, to_specs
+from transfer_queue.client.base import check_meta, joined, parts_of, tags_by_row
 from transfer_queue.client.get import Gets
 from transfer_queue.client.key_watch import listed_after
-from transfer_queue.client.put import Puts, RowTags, as_tensordict, rows_at
-from transfer_queue.errors import InvalidRequestError, SampleClearedError, UnknownPartitionError
-from transfer_queue.metadata import BatchMeta, KVBatchMeta, extract_field_schema
+from transfer_queue.client.put import Puts, as_tensordict
+from transfer_queue.errors import InvalidRequestError
+from transfer_queue.metadata import BatchMeta, KVBatchMeta
 from transfer_queue.storage.unpack import DataParser, parsed_rows
 from transfer_queue.utils.logging_utils import get_logger
 
 _log = get_logger(__name__)
 Tag = dict[str, Any]
-_TRIES = 5
 
 _warned: set[str] = set()
 """Fields that a warning has named; one warning per field is enough."""
@@ -56,15 +55,6 @@ class Keys(Gets, Puts):
             )
             for some in parts_of(len(keys))
         ]
-
-    async def put_by_key(self, keys: list[str], partition_id: str, rows: TensorDict | None, tags: RowTags) -> p.Batch:
-        """Write rows and tags of keys, of which unknown ones get new samples. Returns what the samples have then."""
-        specs = {} if rows is None else to_specs(extract_field_schema(rows))
-        number, wait_s = self.session.number(), await self.put_timeout_s()
-        begin = p.ResolveKeys(number, partition_id, keys, True, True, specs, wait_s, sorted(specs))
-        reply = await self.write(begin, rows, tags)
-        assert isinstance(reply, p.Batch)
-        return reply
 
     async def async_kv_retrieve_keys(self, global_indexes: Sequence[int] | int, partition_id: str) -> list[str | None]:
         """Keys of samples, None for one without, or for one that was cleared.
@@ -106,9 +96,9 @@ class Keys(Gets, Puts):
             names = (await self.session.ask(p.ListPartitions, p.Names)).names
         found: dict[str, dict[str, dict[str, Any]]] = {}
         for name in names:
-            page = await self.session.ask(p.ListKeys, p.KeyList, name, None, 0, where)
+            page = await self.session.ask(p.ListKeys, p.KeyList, name, None, where)
             found.update(page.keys)
-            if page.more:  # in pages, so that a long list holds up no other client
+            if page.last is not None:  # in pages, so that a long list holds up no other client
                 found.setdefault(name, {}).update(await listed_after(self.session, name, page.last, where))
         return found
 
@@ -173,19 +163,10 @@ async def batch_put(
     rows: TensorDict | None,
     tags: Sequence[Tag | None] | None,
 ) -> KVBatchMeta:
-    """Put rows by key. Everything is checked before a key is created; a failed put deletes its new keys.
-
-    More than ``MOST_ROWS`` keys are several puts, one after the other, each of which is whole or not there.
-    """
+    """Put rows by key. Everything is checked before a key is created; a failed put deletes its new keys."""
     names = check_keys(keys)
     _check_batch(names, rows, tags)
-    by_row = tags_by_row(tags, len(names))
-    batches = []
-    parts = parts_of(len(names))
-    columns = [rows] * len(parts) if rows is None or len(parts) == 1 else rows_at(rows, parts)
-    for some, part in zip(parts, columns, strict=True):
-        own = {row - some.start: by_row[row] for row in range(some.start, some.stop) if row in by_row}
-        batches.append(await _put_part(client, names[some], partition_id, part, own))
+    batches = await client.put_by_key(names, partition_id, rows, tags_by_row(tags, len(names)))
     indexes = [(batch, index) for batch in batches for index in p.unpack_indexes(batch.indexes).tolist()]
     return KVBatchMeta(
         keys=list(names),
@@ -193,19 +174,6 @@ async def batch_put(
         partition_id=partition_id,
         fields=sorted(set.intersection(*(set(batch.fields) for batch in batches))),
     )
-
-
-async def _put_part(
-    client: Keys, names: list[str], partition_id: str, rows: TensorDict | None, tags: RowTags
-) -> p.Batch:
-    tries = _TRIES
-    while True:
-        tries -= 1
-        try:
-            return await client.put_by_key(names, partition_id, rows, tags)
-        except (SampleClearedError, UnknownPartitionError):  # another client cleared a key, which is a new one now
-            if not tries:
-                raise
 
 
 def _check_batch(names: list[str], fields: TensorDict | None, tags: Sequence[Tag | None] | None) -> None:
@@ -260,10 +228,8 @@ async def batch_get_by_meta(client: Keys, meta: KVBatchMeta, select: Sequence[st
     """``batch_get`` with the keys and fields of the metadata; every selected field must be among these."""
     if meta.partition_id is None:
         raise InvalidRequestError("the KVBatchMeta has no partition_id; set it to the partition of its keys.")
-    if select is None:
-        return await batch_get(client, meta.keys, meta.partition_id, meta.fields)
-    wanted = [select] if isinstance(select, str) else list(select)
-    unknown = [name for name in wanted if name not in (meta.fields or [])]
+    wanted = meta.fields if select is None else [select] if isinstance(select, str) else list(select)
+    unknown = [name for name in wanted or () if name not in (meta.fields or [])]
     if unknown:
         raise InvalidRequestError(f"select_fields {unknown} not found in the metadata's fields {meta.fields}.")
     return await batch_get(client, meta.keys, meta.partition_id, wanted)

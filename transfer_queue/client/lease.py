@@ -27,7 +27,7 @@ from transfer_queue.errors import (
     TransferQueueError,
 )
 from transfer_queue.metadata import BatchMeta
-from transfer_queue.transport.blocking import PendingCall, blocking, run_blocking
+from transfer_queue.transport.blocking import blocking, run_blocking
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.logging_utils import get_logger
 
@@ -338,7 +338,7 @@ class Renewals:
             lost += run_blocking(client.session.ask(p.RenewLeases, p.Done, part)).value
         wait_s = 0.0 if lost else period_s
         last = client.session.ask(p.RenewLeases, p.Done, parts[-1], wait_s, wait_s=wait_s)
-        return [*lost, *PendingCall(last).finish(self._look).value]
+        return [*lost, *run_blocking(last, self._look).value]
 
     def _look(self) -> None:
         if self._changed or self._closed.is_set() or not self._leases:

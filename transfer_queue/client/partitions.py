@@ -296,11 +296,7 @@ class Partitions(Keys):
             >>> consumed
             tensor([1, 1, 0], dtype=torch.int8)
         """
-        pages = [await self.session.ask(p.ConsumptionStatus, p.Status, partition_id, task_name)]
-        while pages[-1].more:  # in pages, so that a large partition holds up no other client
-            after = _last_index(pages[-1])
-            pages.append(await self.session.ask(p.ConsumptionStatus, p.Status, partition_id, task_name, False, after))
-        return _status(pages)
+        return _status(await self.pages(p.ConsumptionStatus, p.Status, partition_id, task_name, False))
 
     async def async_get_production_status(self, data_fields: Sequence[str], partition_id: str) -> Status:
         """(indexes int64 [N], produced int8 [N, F]), columns as the fields were registered; (None, None) unknown.
@@ -314,11 +310,7 @@ class Partitions(Keys):
                     [1, 0]], dtype=torch.int8)
         """
         fields = [data_fields] if isinstance(data_fields, str) else list(data_fields)
-        pages = [await self.session.ask(p.FieldStatus, p.Status, partition_id, fields)]
-        while pages[-1].more:
-            after = _last_index(pages[-1])
-            pages.append(await self.session.ask(p.FieldStatus, p.Status, partition_id, fields, False, after))
-        return _status(pages, two_dim=True)
+        return _status(await self.pages(p.FieldStatus, p.Status, partition_id, fields, False), two_dim=True)
 
     async def async_check_consumption_status(self, task_name: str, partition_id: str) -> bool:
         """Has the task consumed every sample? False for an empty or unknown partition.
@@ -397,10 +389,6 @@ def _reasons(cleared: p.Cleared) -> list[str]:
     not_begun = [f"task {task!r} has not begun" for task in cleared.not_begun]
     readers = [f"client {client!r} may still read {count} samples" for client, count in cleared.readers.items()]
     return held_by + readers + not_begun + ([f"no task reads its {cleared.unread} samples"] if cleared.unread else [])
-
-
-def _last_index(page: p.Status) -> int:
-    return int(p.unpack_indexes(page.indexes)[-1])
 
 
 def _status(pages: Sequence[p.Status], two_dim: bool = False) -> Status:

@@ -17,9 +17,11 @@ from transfer_queue import protocol as p
 from transfer_queue.client.base import ClientBase, check_meta, check_tags, parts_of, tags_by_row, to_specs
 from transfer_queue.errors import (
     InvalidRequestError,
+    SampleClearedError,
     SessionEndedError,
     StorageFullError,
     UnitLostError,
+    UnknownPartitionError,
 )
 from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.metadata.meta_rows import pick
@@ -32,6 +34,7 @@ from transfer_queue.utils.logging_utils import get_logger
 
 RowTags = Mapping[int, Mapping[str, Any]]
 _TRIES = 3
+_TRIES_BY_KEY = 5
 Begin = p.Reserve | p.CheckFields | p.ResolveKeys
 _log = get_logger(__name__)
 _warned: set[str] = set()
@@ -42,7 +45,7 @@ class WriteTransaction:
     """One write into one partition: to new samples, to given ones, or to those of keys.
 
     ``begin`` says which: it reserves, checks or resolves samples. Nothing is visible before the publish, and a write
-    that fails or is cancelled leaves nothing behind.
+    that fails or is cancelled leaves nothing behind. So it may be tried again; each attempt is a call of its own.
     """
 
     def __init__(self, session: Session, begin: Begin, columns: Any, num_rows: int, tags: RowTags) -> None:
@@ -64,7 +67,8 @@ class WriteTransaction:
 
         Returns the answer to ``begin``, or for keys what their samples have now.
         """
-        begin, columns, frames, lease = msgspec.structs.replace(self._begin, wait_s=wait_s), b"", list[Any](), 0
+        begin = msgspec.structs.replace(self._begin, id=self._session.number(), wait_s=wait_s)
+        columns, frames, lease = b"", list[Any](), 0
         try:
             if self._columns is not None:
                 lease = self._session.number()
@@ -80,8 +84,8 @@ class WriteTransaction:
 
     async def in_steps(self, storage: StorageManager) -> p.Reply:
         """The same steps one by one, where controller and storage are apart."""
-        session, begin = self._session, self._begin
-        indexes: list[int] = []
+        session = self._session
+        begin = msgspec.structs.replace(self._begin, id=session.number())
         publish: p.Publish | None = None
         units: p.UnitRuns | None = None
         stored = False
@@ -93,7 +97,7 @@ class WriteTransaction:
             if self._columns is not None:
                 units = await storage.write(begin.id, indexes, self._columns, begin.partition, fresh)
                 stored = True
-            publish = await self._publication(packed, indexes, units)
+            publish = await self._publication(begin, packed, indexes, units)
             self._check_session()
             published = await session.send(publish, p.Reply, keep=True)
             if self._columns is not None and not fresh:
@@ -117,8 +121,10 @@ class WriteTransaction:
         if self._session.caller is not self._caller:  # another thread has begun a new one
             raise SessionEndedError("the session of this put has ended, and nothing of it was stored. Put again.")
 
-    async def _publication(self, packed: bytes, indexes: Sequence[int], units: p.UnitRuns | None) -> p.Publish:
-        begin, fields = self._begin, self._begin.fields
+    async def _publication(
+        self, begin: Begin, packed: bytes, indexes: Sequence[int], units: p.UnitRuns | None
+    ) -> p.Publish:
+        fields = begin.fields
         if units is not None:
             fields = {name: msgspec.structs.replace(spec, units=units) for name, spec in fields.items()}
         tags = {indexes[row]: own for row, own in self._tags.items()}
@@ -137,7 +143,7 @@ class Puts(ClientBase):
     """``async_put``, and the transaction that other writing verbs share."""
 
     async def write(self, begin: Begin, rows: TensorDict | None, tags: RowTags) -> p.Reply:
-        """Carry out one write; ``begin.fields`` describes ``rows``."""
+        """Carry out one write; ``begin.fields`` describes ``rows``, and its number is not used."""
         storage = self.storage_manager
         columns = None if rows is None or not len(rows.keys()) else storage.prepare(rows)
         count = 0 if rows is None else int(rows.batch_size[0])
@@ -154,30 +160,26 @@ class Puts(ClientBase):
         except SessionEndedError as error:
             _log.warning("%s The put is repeated in a new one.", str(error))
             self.session.renew(caller)
-        return await self._in_session(msgspec.structs.replace(begin, id=self.session.number()), columns, count, tags)
+        return await self._in_session(begin, columns, count, tags)
 
     async def _in_session(self, begin: Begin, columns: Any, count: int, tags: RowTags) -> p.Reply:
-        """In one message to the controller's process, or in steps, to units that have room."""
+        """In one message to the controller's process if it may have so many tags, or in steps, to units with room."""
         storage = self.storage_manager
         front = storage.front
-        if front is not None and await front.takes_writes():
-            transaction = WriteTransaction(self.session, begin, columns, count, tags)
-            if len(tags) > p.MOST_ROWS:  # more than one message may have
-                return await transaction.in_steps(storage)
+        transaction = WriteTransaction(self.session, begin, columns, count, tags)
+        if front is not None and len(tags) <= p.MOST_ROWS and await front.takes_writes():
             if not await storage.in_several_units():
                 return await transaction.through(front, begin.wait_s)
             with contextlib.suppress(StorageFullError):
                 return await transaction.through(front, 0.0)
-            begin = msgspec.structs.replace(begin, id=self.session.number())
         tries = _TRIES
         while True:
             try:
-                return await WriteTransaction(self.session, begin, columns, count, tags).in_steps(storage)
+                return await transaction.in_steps(storage)
             except UnitLostError:  # it ended between the write and its publish
                 if not tries:
                     raise
                 tries -= 1
-                begin = msgspec.structs.replace(begin, id=self.session.number())
 
     async def async_put(
         self,
@@ -246,7 +248,7 @@ class Puts(ClientBase):
         """New samples, which may become members of a leased group."""
         schema, count = extract_field_schema(rows), int(rows.batch_size[0])
         wait_s = await self.put_timeout_s()
-        begin = p.Reserve(self.session.number(), partition, count, to_specs(schema), wait_s, role)
+        begin = p.Reserve(0, partition, count, to_specs(schema), wait_s, role)
         reserved = await self.write(begin, rows, tags)
         assert isinstance(reserved, p.Reserved)
         meta = BatchMeta(p.unpack_indexes(reserved.indexes).tolist(), [partition] * count)
@@ -255,6 +257,38 @@ class Puts(ClientBase):
             meta.update_custom_meta([tags.get(row) for row in range(count)])
             meta.mark_custom_meta_clean()
         return meta
+
+    async def put_by_key(
+        self, keys: list[str], partition: str, rows: TensorDict | None, tags: RowTags, role: p.Terms | None = None
+    ) -> list[p.Batch]:
+        """Write rows and tags of keys, of which unknown ones get new samples. Returns what the samples have then.
+
+        ``role``: they become heads of new groups. More than ``MOST_ROWS`` keys are several puts, one after the other,
+        with a reply each. Each of them is whole or not there.
+        """
+        replies, wait_s = [], await self.put_timeout_s()
+        parts = parts_of(len(keys))
+        columns = [rows] * len(parts) if rows is None or len(parts) == 1 else rows_at(rows, parts)
+        for some, part in zip(parts, columns, strict=True):
+            specs = {} if part is None else to_specs(extract_field_schema(part))
+            own = {row - some.start: tags[row] for row in range(some.start, some.stop) if row in tags}
+            begin = p.ResolveKeys(0, partition, keys[some], True, True, specs, wait_s, sorted(specs), role)
+            replies.append(await self._resolved(begin, part, own))
+        return replies
+
+    async def _resolved(self, begin: p.ResolveKeys, rows: TensorDict | None, tags: RowTags) -> p.Batch:
+        """A key that another client clears meanwhile is a new one, so the put begins again."""
+        tries = _TRIES_BY_KEY
+        while True:
+            tries -= 1
+            try:
+                reply = await self.write(begin, rows, tags)
+            except (SampleClearedError, UnknownPartitionError):
+                if not tries:
+                    raise
+            else:
+                assert isinstance(reply, p.Batch)
+                return reply
 
     async def _put_existing(self, rows: TensorDict, meta: BatchMeta, parser: DataParser | None) -> BatchMeta:
         tags = meta.changed_custom_meta()
@@ -284,7 +318,7 @@ class Puts(ClientBase):
             return
         wait_s = await self.put_timeout_s()
         packed, specs = p.pack_indexes(meta.global_indexes), to_specs(meta.field_schema)
-        begin = p.CheckFields(self.session.number(), partition, packed, specs, wait_s)
+        begin = p.CheckFields(0, partition, packed, specs, wait_s)
         by_row = {row: tags[index] for row, index in enumerate(meta.global_indexes) if index in tags}
         await self.write(begin, rows, by_row)
 

@@ -13,7 +13,6 @@ from transfer_queue.calls import MORE, Call, More, Name, Wait
 from transfer_queue.control import following, group_work
 from transfer_queue.control.draw import Task
 from transfer_queue.control.group_numbers import group_numbers
-from transfer_queue.control.lifecycle import acknowledge
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.serving import ServedFetch, check_fetch
@@ -32,12 +31,9 @@ def fetch(state: PlaneState, call: Call, request: p.Fetch) -> p.Reply | Wait:
         raise InvalidRequestError(f"task {task.name!r} follows {task.follows!r}, so it draws no batches of its own.")
     dp_size = check_fetch(request, task)
     partition = state.partitions.get(request.partition)
-    acked = request.acks and partition is not None and acknowledge(state, partition, request.task, request.acks)
     if partition is not None and partition.groups is not None:
         _hear_of_trained(state, call, request, partition, dp_size)
-    if acked and partition is not None:
-        state.changed(partition)  # earlier fetches may have waited for a batch that is acknowledged now
-    return _Reader(state, call, request).begin(task, dp_size, behind_others=bool(acked))
+    return _Reader(state, call, request).begin(task, dp_size)
 
 
 def _hear_of_trained(
@@ -62,14 +58,13 @@ class _Reader:
         self._line: Name = (FETCHES, request.partition, request.task, request.where)
         self._ready: ReadySet | None = None  # kept while it waits: what was compared once needn't be compared again
 
-    def begin(self, task: Task, dp_size: int | None, behind_others: bool) -> p.Reply | Wait:
-        """``behind_others``: those that wait in front are examined first."""
+    def begin(self, task: Task, dp_size: int | None) -> p.Reply | Wait:
         state, fetch = self._state, self._fetch
         order = math.inf if fetch.batch_index is None else float(fetch.batch_index)
         deadline = state.calls.now + fetch.wait_s
         is_first = state.waits.would_be_first(self._line, order)
         late = deadline <= state.calls.now
-        reply = MORE if behind_others and not is_first else self._answer(task, dp_size, late, is_first)
+        reply = self._answer(task, dp_size, late, is_first)
         if isinstance(reply, p.Reply):
             return reply
         rank = 0 if fetch.dp_rank is None and dp_size is not None else fetch.dp_rank

@@ -96,4 +96,4 @@ def _first_page(request: p.WaitKeys, partition: Partition, matching: ReadySet) -
     named = [(key, index) for index in indexes if (key := partition.keys.key_of(index)) is not None]
     more = matching.count > len(rows)
     keys = published_keys(partition, named, None)
-    return p.KeyList(request.id, {partition.name: keys}, more, named[-1][0] if more else None)
+    return p.KeyList(request.id, {partition.name: keys}, named[-1][0] if more else None)

@@ -31,7 +31,7 @@ def describe(state: PlaneState, call: Call, request: p.Describe) -> p.Reply:
     """Metadata of samples, consumed or not; without indexes, a page of all samples that the partition reports."""
     partition, more, fields = state.get(request.partition), False, request.fields
     if request.indexes is None:
-        rows, more = partition.page(request.after, _page(request.limit))
+        rows, more = partition.page(request.after, PAGE)
         indexes = partition.table.column("index")[rows]
         if fields is None:
             fields = partition.common_fields()
@@ -44,10 +44,6 @@ def describe(state: PlaneState, call: Call, request: p.Describe) -> p.Reply:
     return msgspec.structs.replace(batch, more=True) if more else batch
 
 
-def _page(limit: int, most: int = PAGE) -> int:
-    return min(limit, most) if limit > 0 else most
-
-
 def consumption_status(state: PlaneState, call: Call, request: p.ConsumptionStatus) -> p.Reply:
     """One int8 per sample; zeros for an unknown task."""
     partition = state.partitions.get(request.partition)
@@ -55,7 +51,7 @@ def consumption_status(state: PlaneState, call: Call, request: p.ConsumptionStat
         return p.Done(request.id, partition is not None and _all_consumed(partition, request.task))
     if partition is None:
         return p.Status(request.id, known=False)
-    rows, more = partition.page(request.after, _page(request.limit, _OF_ARRAYS))
+    rows, more = partition.page(request.after, _OF_ARRAYS)
     consumer = partition.consumers.get(request.task)
     status = np.zeros(len(rows), dtype=np.int8) if consumer is None else consumer.consumed[rows].astype(np.int8)
     indexes = p.pack_indexes(partition.table.column("index")[rows])
@@ -69,7 +65,7 @@ def production_status(state: PlaneState, call: Call, request: p.FieldStatus) -> 
         return p.Done(request.id, False) if request.summary else p.Status(request.id, known=False)
     if request.summary:
         return p.Done(request.id, _all_produced(partition, request.fields))
-    rows, more = partition.page(request.after, _page(request.limit, _OF_ARRAYS))
+    rows, more = partition.page(request.after, _OF_ARRAYS)
     names = [name for name in partition.schema.names if name in request.fields]
     status = np.stack([partition.schema.has(name)[rows] for name in names], axis=1).astype(np.int8)
     indexes = p.pack_indexes(partition.table.column("index")[rows])
@@ -105,19 +101,19 @@ def list_keys(state: PlaneState, call: Call, request: p.ListKeys) -> p.Reply:
     """
     where = None if request.where is None else parse_filter(request.where)
     names = list(state.partitions) if request.partition is None else [request.partition]
-    room, more, last = _page(request.limit), False, request.after
+    room, more, last = PAGE, False, request.after
     keys: dict[str, dict[str, p.Tags]] = {}
     for name in names:
         partition = state.partitions.get(name)
         if partition is None:
             continue
         if not room:
-            return p.KeyList(request.id, keys, True, last)
+            return p.KeyList(request.id, keys, last)
         items, others = partition.keys.page(request.after, room)
         keys[name] = published_keys(partition, items, where)
         room, more = room - len(items), more or others
         last = items[-1][0] if items else last
-    return p.KeyList(request.id, keys, more, last if more else None)
+    return p.KeyList(request.id, keys, last if more else None)
 
 
 def published_keys(partition: Partition, items: list[tuple[str, int]], where: TagFilter | None) -> dict[str, p.Tags]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +11,7 @@ import msgspec
 import numpy as np
 
 from transfer_queue.errors import ProtocolError, UnsupportedValueError
+from transfer_queue.protocol.request_parts import Size
 
 _ARRAY, _SCALAR = 1, 2
 MOST_NBYTES = 64 * 1024 * 1024
@@ -21,11 +21,10 @@ _DTYPE = re.compile(r"[<|][biufcSU][1-9]\d{0,5}")
 
 class _Packed(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Size, ...]
     data: bytes
 
 
-_encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Packed)
 
 
@@ -62,7 +61,7 @@ def _packed(value: Any) -> Any:
             f"numbers, flags and texts of up to {MOST_NBYTES} bytes; pass another dtype, or plain lists."
         )
     packed = _Packed(array.dtype.str, array.shape, array.tobytes())
-    return msgspec.msgpack.Ext(_SCALAR if isinstance(value, np.generic) else _ARRAY, _encoder.encode(packed))
+    return msgspec.msgpack.Ext(_SCALAR if isinstance(value, np.generic) else _ARRAY, msgspec.msgpack.encode(packed))
 
 
 def _unpacked(value: Any) -> Any:
@@ -72,16 +71,11 @@ def _unpacked(value: Any) -> Any:
         raise ProtocolError(f"an argument of a sampler has the unknown extension {value.code}: the client is newer.")
     try:
         packed = _decoder.decode(value.data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"an argument of a sampler is no array: {error}") from error
-    if not _DTYPE.fullmatch(packed.dtype) or min(packed.shape, default=0) < 0:
-        raise ProtocolError(f"an argument of a sampler is an array of dtype {packed.dtype!r}, shape {packed.shape}.")
-    try:
-        dtype = np.dtype(packed.dtype)
-        if math.prod(packed.shape) * dtype.itemsize != len(packed.data):
+        if not _DTYPE.fullmatch(packed.dtype):
+            raise ValueError(f"its dtype is {packed.dtype!r}")
+        array: Any = np.ndarray(packed.shape, packed.dtype, bytearray(packed.data))
+        if array.nbytes != len(packed.data):
             raise ValueError(f"{len(packed.data)} bytes don't fit its shape {packed.shape}")
-        flat = np.frombuffer(bytearray(packed.data), dtype) if packed.data else np.empty(0, dtype)
-        array: Any = flat.reshape(packed.shape)
-    except (TypeError, ValueError) as error:
+    except (msgspec.DecodeError, TypeError, ValueError, OverflowError) as error:
         raise ProtocolError(f"an argument of a sampler is no array: {error}") from error
     return array if value.code == _ARRAY else array[()]

@@ -27,7 +27,7 @@ from transfer_queue.protocol.requests import (
     SetTags,
 )
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Client and server must have the same one."""
 MAX_DEPTH = 64
 """Levels of lists and dicts in a tag or an argument."""
@@ -241,10 +241,5 @@ def check_version(hello: Hello) -> None:
         )
 
 
-_replies = msgspec.msgpack.Decoder(AnyReply)
-
-
-def decode_reply(data: bytes | memoryview) -> AnyReply:
-    """Raises msgspec.DecodeError for anything that isn't one of our replies."""
-    reply: AnyReply = _replies.decode(data)
-    return reply
+decode_reply: Callable[[bytes | memoryview], AnyReply] = msgspec.msgpack.Decoder(AnyReply).decode
+"""Raises msgspec.DecodeError for anything that isn't one of our replies."""

@@ -170,11 +170,10 @@ class Names(Reply, frozen=True):
 class KeyList(Reply, frozen=True):
     """Per partition, user keys and their tags in order of insertion.
 
-    ``more``: there are others behind these, after key ``last``, which may be one that isn't published yet.
+    ``last``: there are others behind these, after this key, which may be one that isn't published yet.
     """
 
     keys: dict[str, dict[str, Tags]]
-    more: bool = False
     last: str | None = None
 
 

@@ -156,7 +156,6 @@ class Fetch(Request, frozen=True):
     wait_s: Seconds = 0.0
     finite: bool = False
     sampler_args: dict[str, Any] = {}
-    acks: list[str] = []
     first_index: Position | None = None
     skip: Position = 0
     pass_start: Position | None = None
@@ -190,15 +189,13 @@ class Ack(Request, frozen=True):
 class Describe(Request, frozen=True):
     """Metadata of given samples, or of all: consumed or not, marks nothing (``get_meta`` in mode "force_fetch").
 
-    That of all comes in pages: the samples that come ``after`` this index, ``limit`` at most (0: as many as a page
-    takes). The reply says whether there are more.
+    That of all comes in pages: the samples that come ``after`` this index. The reply says whether there are more.
     """
 
     partition: str
     fields: list[str] | None = None
     indexes: FewIndexes | None = None
     after: Position | None = None
-    limit: Count = 0
 
 
 class ConsumptionStatus(Request, frozen=True):
@@ -208,7 +205,6 @@ class ConsumptionStatus(Request, frozen=True):
     task: str
     summary: bool = False
     after: Position | None = None
-    limit: Count = 0
 
 
 class FieldStatus(Request, frozen=True, tag="ProductionStatus"):
@@ -218,7 +214,6 @@ class FieldStatus(Request, frozen=True, tag="ProductionStatus"):
     fields: list[str]
     summary: bool = False
     after: Position | None = None
-    limit: Count = 0
 
 
 class ResetConsumption(Request, frozen=True):
@@ -303,14 +298,12 @@ class KeysOf(Request, frozen=True):
 class ListKeys(Request, frozen=True):
     """Keys and tags of one partition, or of all as far as they fit in one page.
 
-    A page holds the keys that come ``after`` this one, ``limit`` at most (0: as many as a page takes). Where that key
-    was cleared meanwhile the list begins anew: keys may come twice, and none is left out. ``where``: only keys whose
-    tags match this filter.
+    A page holds the keys that come ``after`` this one. Where that key was cleared meanwhile the list begins anew: keys
+    may come twice, and none is left out. ``where``: only keys whose tags match this filter.
     """
 
     partition: str | None = None
     after: str | None = None
-    limit: Count = 0
     where: str | None = None
 
 

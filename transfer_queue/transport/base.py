@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 Buffer = Any
@@ -16,33 +15,27 @@ NOBODY_WAITS = 0
 CONFIRM = (1 << 40) - 1
 """The number of a message that expects no answer, but must arrive whatever its client does next: a cancel."""
 
-HEARTBEAT_S = 2.0
-"""Between hosts: the longest interval between messages, in each direction of a connection."""
-
-LEASE_S = 15.0
-"""Between hosts: how long an end of a connection may be silent before the other considers it dead."""
-
 
 class Liveness(NamedTuple):
     """How both ends of a connection between hosts know that the other is alive."""
 
-    heartbeat_s: float = HEARTBEAT_S
-    lease_s: float = LEASE_S
+    heartbeat_s: float = 2.0
+    """The longest interval between messages, in each direction."""
+    lease_s: float = 15.0
+    """How long an end may be silent before the other considers it dead."""
 
 
 USUAL_LIVENESS = Liveness()
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
+class Peer(NamedTuple):
     """A server that can be called. ``address``: ``ipc://PATH`` or ``tcp://HOST:PORT``."""
 
     name: str
     address: str
 
 
-@dataclass(frozen=True, slots=True)
-class PeerCall:
+class PeerCall(NamedTuple):
     """One request to one peer: a short encoded header, and the values' buffers.
 
     ``number`` is its own among all calls of the caller; the answer comes with it.
@@ -57,13 +50,6 @@ class PeerCall:
     number: int = NOBODY_WAITS
 
 
-class RawReply(NamedTuple):
-    """A peer's answer. The frames are read-only views of received memory."""
-
-    header: bytes
-    frames: list[memoryview]
-
-
 class Envelope(NamedTuple):
     """The client that sent a request, and the route of the answer. ``number``: of the call; ``NOBODY_WAITS`` if
     no answer is expected.
@@ -76,17 +62,12 @@ class Envelope(NamedTuple):
     route: Any
 
 
-@dataclass(frozen=True, slots=True)
-class Outgoing:
+class Outgoing(NamedTuple):
     """One answer to be sent to ``envelope``. It is dropped if no call waits for it."""
 
     envelope: Envelope
     header: bytes
-    frames: Sequence[Buffer] = field(default=())
-
-
-Ready = Callable[[float], Iterable[Outgoing]]
-"""Called with monotonic seconds when something has happened. Returns answers to be sent."""
+    frames: Sequence[Buffer] = ()
 
 
 class Handler(Protocol):

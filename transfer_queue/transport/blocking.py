@@ -19,44 +19,50 @@ from typing import Any, Generic, ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_blocking: ContextVar[bool] = ContextVar("transfer_queue_blocking", default=False)
-
-_starting: ContextVar[bool] = ContextVar("transfer_queue_starting", default=False)
-
-
-_look: ContextVar[Callable[[], None] | None] = ContextVar("transfer_queue_look", default=None)
+_driver: ContextVar[Callable[[], None] | None] = ContextVar("transfer_queue_driver", default=None)
+"""None if an event loop drives the coroutine. Otherwise a thread does, and ``look`` calls this while it is blocked."""
 _LOOK_EVERY_S = 0.25
+
+
+def _waits() -> None:
+    """Drives a call to its end, however long that takes."""
+
+
+def _starts() -> None:
+    """Drives a call until it waits."""
 
 
 def is_blocking() -> bool:
     """True inside ``run_blocking``: the transport must not suspend."""
-    return _blocking.get()
+    return _driver.get() is not None
 
 
 @types.coroutine
 def pause() -> Generator[None, None, None]:
     """Everything is sent: suspend here if the call was only started, until it is finished."""
-    if _starting.get():
+    if _driver.get() is _starts:
         yield
 
 
 def look() -> float:
     """Let the caller of a blocked thread look whether to go on; it raises otherwise. Returns when to look again."""
-    looked = _look.get()
-    if looked is None:
+    driver = _driver.get()
+    if driver is None or driver is _waits:
         return math.inf
-    looked()
+    driver()
     return _LOOK_EVERY_S
 
 
-def run_blocking(coroutine: Coroutine[Any, Any, R]) -> R:
+def run_blocking(coroutine: Coroutine[Any, Any, R], look: Callable[[], None] = _waits) -> R:
     """Run to the end in this thread, which waits; works inside a running event loop, too.
+
+    ``look`` is called now and then while the thread waits. What it raises ends the wait, and cancels the call.
 
     Raises:
         RuntimeError: the coroutine awaited something other than transport calls.
     """
     try:
-        _run(coroutine)
+        _run(coroutine, look)
     except StopIteration as stop:
         result: R = stop.value
         return result
@@ -65,13 +71,13 @@ def run_blocking(coroutine: Coroutine[Any, Any, R]) -> R:
     raise RuntimeError(f"{coroutine!r} awaited an event loop inside a blocking call; use the async method instead.")
 
 
-def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    before = _blocking.get()
+def _run(coroutine: Coroutine[Any, Any, Any], driver: Callable[[], None]) -> Any:
+    before = _driver.get()
     try:  # includes the "set": Ctrl-C in between would make the thread block in its event loops
-        _blocking.set(True)
+        _driver.set(driver)
         return coroutine.send(None)
     finally:
-        _blocking.set(before)
+        _driver.set(before)
 
 
 async def off_loop(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -94,26 +100,14 @@ class PendingCall(Generic[R]):
         """Raises what the call raises before it waits for anything."""
         self._coroutine = coroutine
         self._results: list[R] = []
-        before = _starting.get()
         try:
-            _starting.set(True)
-            _run(coroutine)
+            _run(coroutine, _starts)
         except StopIteration as stop:  # it had nothing to send
             self._results.append(stop.value)
-        finally:
-            _starting.set(before)
 
     def finish(self, look: Callable[[], None] | None = None) -> R:
-        """Return or raise what the blocking call does; once.
-
-        ``look`` is called now and then while the thread waits. What it raises ends the wait, and cancels the call.
-        """
-        before = _look.get()
-        try:
-            _look.set(look)
-            return self._results.pop() if self._results else run_blocking(self._coroutine)
-        finally:
-            _look.set(before)
+        """Return or raise what the blocking call does; once. ``look``: see ``run_blocking``."""
+        return self._results.pop() if self._results else run_blocking(self._coroutine, look or _waits)
 
     def close(self) -> None:
         """Cancel the call. Idempotent."""

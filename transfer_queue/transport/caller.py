@@ -16,12 +16,12 @@ import os
 import select
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from multiprocessing.util import Finalize
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from transfer_queue.errors import ClosedError, QueueUnreachableError
-from transfer_queue.transport.base import NOBODY_WAITS, USUAL_LIVENESS, Liveness, Peer, PeerCall, RawReply
+from transfer_queue.transport.base import NOBODY_WAITS, USUAL_LIVENESS, Liveness, Peer, PeerCall
 from transfer_queue.transport.blocking import is_blocking, look, pause
 from transfer_queue.transport.connections import Connection, LoopConnection, closed, gone, revoke, silent
 from transfer_queue.transport.descriptors import LONGEST_WAIT_S, READ, WRITE, Descriptors, Spin, longest_s
@@ -37,11 +37,6 @@ _LAST = (-1,)
 
 
 _CLOSE_S = 1.0
-
-
-class _SentCall(NamedTuple):
-    connection: Connection
-    call: PeerCall
 
 
 class SocketCaller:
@@ -74,7 +69,7 @@ class SocketCaller:
         self._blocked: set[object] = set()
         self._wake = Descriptors(self, *os.pipe())
 
-    async def call_many(self, calls: Iterable[PeerCall], timeout_s: float) -> list[RawReply]:
+    async def call_many(self, calls: Iterable[PeerCall], timeout_s: float) -> list[Message]:
         """Send each call as soon as it is made, then wait for all answers, up to ``timeout_s`` after the last send.
 
         Either all answers are returned, in the order of the calls, or the cancel of every sent call is sent. That
@@ -121,13 +116,12 @@ class SocketCaller:
         with self._lock:
             if self._closed or self._pid != os.getpid():
                 return
+            os.write(self._wake.at(1), b"x")  # first, because the last of the blocked threads may close it from then on
             self._closed = True
+            if not self._blocked:
+                self._wake.close()
             to_close = list(self._loop_connections.values())
             self._loop_connections.clear()
-            if self._blocked:
-                os.write(self._wake.at(1), b"x")
-            else:
-                self._wake.close()
         alive = [driver for driver in list(self._settling.values()) if driver.is_alive()]
         settling = [driver for driver in alive if driver is not threading.current_thread()]
         for driver in settling:
@@ -137,7 +131,7 @@ class SocketCaller:
         self._close_idle()
         self._made.clear()  # borrowed ones are closed when they are returned
         for shared in to_close:
-            shared.close_from_anywhere(closed)
+            shared.close_from_anywhere(closed())
         if self._tcp is not None:
             self._tcp.close()
 
@@ -217,9 +211,7 @@ class SocketCaller:
         if driver is None:
             driver = Settling(connection, self._idle[connection.peer.address], self._is_settled)
             driver = self._settling.setdefault(connection, driver)
-        driver.begin()
-        if driver.is_alive():
-            driver.nudge()
+        driver.nudge()
 
     def _is_settled(self, connection: Connection) -> bool:
         """Whether its thread may end. While a call uses the connection, it may: that call settles it when it ends."""
@@ -238,39 +230,27 @@ class SocketCaller:
 
     # ---- in a blocked thread ----
 
-    def _add_waiter(self, waiter: object) -> int:
-        """Register a waiting thread. Returns the descriptor that becomes readable if the caller is closed meanwhile."""
-        self._blocked.add(waiter)
-        if self._closed:
-            raise closed()
-        return self._wake.at(0)
-
-    def _remove_waiter(self, waiter: object) -> None:
-        self._blocked.discard(waiter)
-        if self._closed:
-            with self._lock:
-                if not self._blocked:
-                    self._wake.close()
-
-    async def _call_blocking(self, calls: Iterable[PeerCall], timeout_s: float) -> list[RawReply]:
+    async def _call_blocking(self, calls: Iterable[PeerCall], timeout_s: float) -> list[Message]:
         borrowed: list[Connection] = []
-        sent: dict[int, _SentCall] = {}
-        replies: dict[int, RawReply] = {}
+        sent: dict[int, tuple[Connection, PeerCall]] = {}
+        replies: dict[int, Message] = {}
         waiter = object()
         try:
-            wake = self._add_waiter(waiter)
+            self._blocked.add(waiter)
+            if self._closed:
+                raise closed()
+            wake = self._wake.at(0)
             for call in calls:
                 connection = self._borrow(call.peer, borrowed)
-                sent[call.number] = _SentCall(connection, call)
+                sent[call.number] = (connection, call)
                 connection.send(call.number, call.header, call.frames)
             await pause()
             deadline = time.monotonic() + timeout_s
-            while late := [each.connection for number, each in sent.items() if number not in replies]:
-                waiting = set(late)
-                arrived = wait_for_some(waiting, wake, min(deadline, time.monotonic() + look()))
-                for number, header, frames in arrived:
-                    if number in sent:
-                        replies[number] = RawReply(header, frames)
+            while late := [connection for number, (connection, _) in sent.items() if number not in replies]:
+                arrived = wait_for_some(set(late), wake, min(deadline, time.monotonic() + look()))
+                for message in arrived:
+                    if message.number in sent:
+                        replies[message.number] = message
                 if not arrived and time.monotonic() >= deadline:
                     raise silent(late[0].peer, timeout_s, late[0].reached)
             return [replies[number] for number in sent]
@@ -279,15 +259,17 @@ class SocketCaller:
                 revoke(connection, call.cancel)
             raise
         finally:
-            self._remove_waiter(waiter)
+            self._blocked.discard(waiter)
             self._return(borrowed)
+            if self._closed and not self._blocked:
+                self._wake.close()
 
     # ---- on an event loop ----
 
-    async def _call_on_loop(self, calls: Iterable[PeerCall], timeout_s: float) -> list[RawReply]:
+    async def _call_on_loop(self, calls: Iterable[PeerCall], timeout_s: float) -> list[Message]:
         loop = asyncio.get_running_loop()
         sent: list[tuple[LoopConnection, PeerCall]] = []
-        futures: list[asyncio.Future[RawReply]] = []
+        futures: list[asyncio.Future[Message]] = []
         try:
             for call in calls:
                 connection = self._loop_connection(call.peer, loop)
@@ -299,7 +281,7 @@ class SocketCaller:
             if len(replies) < len(futures):
                 late = (each for each, future in zip(sent, futures, strict=True) if not future.done())
                 connection, call = next(late)
-                raise silent(call.peer, timeout_s, connection.reached)
+                raise silent(call.peer, timeout_s, connection.connection.reached)
         except BaseException:
             for connection, call in sent:
                 connection.cancel(call)
@@ -313,20 +295,17 @@ class SocketCaller:
     def _leave(self, shared: LoopConnection) -> None:
         """A call has ended. If it was the last one of its loop, the connection may be for a thread to drive."""
         if shared.is_left_unsettled:
-            with self._lock:
-                keys = [key for key, each in self._loop_connections.items() if each is shared]
-                connections = [self._loop_connections.pop(key).retire() for key in keys]
-            self._return(connections)
+            self._retire(lambda each: each is shared)
 
     def _loop_connection(self, peer: Peer, loop: asyncio.AbstractEventLoop) -> LoopConnection:
         key = (id(loop), peer.address)  # a connection keeps its loop alive, so the id stays unique
         found = self._loop_connections.get(key)
-        if found is not None and not found.broken:
+        if found is not None and not found.connection.broken:
             return found
         if found is not None:
-            self._loop_connections.pop(key).close(lambda: gone(peer))
-            self._discard(found.retire())
-        self._retire_those_of_closed_loops()
+            self._loop_connections.pop(key).close(gone(peer))
+            self._discard(found.connection)
+        self._retire(lambda each: each.loop.is_closed())
         borrowed: list[Connection] = []
         try:
             made = LoopConnection(self._borrow(peer, borrowed), loop)
@@ -339,9 +318,10 @@ class SocketCaller:
         finally:
             self._return(borrowed)
 
-    def _retire_those_of_closed_loops(self) -> None:
+    def _retire(self, is_over: Callable[[LoopConnection], bool]) -> None:
+        """Take these connections back from their loops."""
         with self._lock:
-            keys = [key for key, of_loop in self._loop_connections.items() if of_loop.loop.is_closed()]
+            keys = [key for key, each in self._loop_connections.items() if is_over(each)]
             connections = [self._loop_connections.pop(key).retire() for key in keys]
         self._return(connections)
 
@@ -376,10 +356,11 @@ def wait_for_some(connections: Collection[Connection], wake: int, deadline: floa
             if happened & ~WRITE:
                 arrived += connection.receive()
     except QueueUnreachableError:
-        _check_closed(events, wake)  # closing the client may end the queue at the same time
+        if wake in events:  # closing the client may end the queue at the same time
+            raise closed() from None
         raise
-    if not arrived:
-        _check_closed(events, wake)
+    if wake in events and not arrived:
+        raise closed()
     return arrived
 
 
@@ -389,13 +370,4 @@ def _poll(connections: Collection[Connection], wake: int, deadline: float) -> di
     poll.register(wake, READ)
     for connection in connections:
         poll.register(connection.descriptor, READ | WRITE if connection.unsent else READ)
-
-    def sleep() -> list[tuple[int, int]]:
-        return poll.poll(math.ceil(left * 1000))
-
-    return dict(_here.spin.wait(poll.poll, sleep, left))
-
-
-def _check_closed(events: dict[int, int], wake: int) -> None:
-    if wake in events:
-        raise closed()
+    return dict(_here.spin.wait(poll.poll, lambda: poll.poll(math.ceil(left * 1000)), left))

@@ -7,10 +7,10 @@ import asyncio
 import contextlib
 import errno
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from transfer_queue.errors import ClosedError, QueueUnreachableError
-from transfer_queue.transport.base import CONFIRM, Buffer, Peer, PeerCall, RawReply
+from transfer_queue.transport.base import CONFIRM, Buffer, Peer, PeerCall
 from transfer_queue.transport.framing import Message
 
 
@@ -89,7 +89,7 @@ _ADVICE = {
 
 def unconnected(peer: Peer, error: OSError) -> QueueUnreachableError:
     """The error for a peer that may be alive but can't be reached."""
-    if error.errno in (errno.ENOENT, errno.ECONNREFUSED):
+    if error.errno in (errno.ENOENT, errno.ECONNREFUSED, errno.EPIPE, errno.ECONNRESET):
         return absent(peer)
     advice = _ADVICE.get(error.errno or 0, "Is the address right?")
     return QueueUnreachableError(f"can't connect to {peer.name} at {peer.address}: {error}. {advice}")
@@ -112,66 +112,47 @@ def closed() -> ClosedError:
     return ClosedError("this client was closed; make a new one, or call init() again.")
 
 
-class _WaitingCall(NamedTuple):
-    future: asyncio.Future[RawReply]
-    cancel: Callable[[], bytes] | None
-
-
 class LoopConnection:
     """Used in its loop's thread only. The loop watches its descriptor only while calls wait or have to be sent."""
 
     def __init__(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._connection = connection
-        self._asked: dict[int, _WaitingCall] = {}
+        self.connection = connection
+        self._asked: dict[int, tuple[PeerCall, asyncio.Future[Message]]] = {}
         self._writing = False
-        self._closed = False
-
-    @property
-    def broken(self) -> bool:
-        return self._connection.broken
-
-    @property
-    def reached(self) -> bool:
-        return self._connection.reached
 
     @property
     def is_left_unsettled(self) -> bool:
         """No call waits, so the loop may end, and there is something to send or to be confirmed."""
-        return not (self._asked or self._connection.settled)
+        return not (self._asked or self.connection.settled)
 
-    def send(self, call: PeerCall) -> asyncio.Future[RawReply]:
+    def send(self, call: PeerCall) -> asyncio.Future[Message]:
         """Send a call and return its future reply. ``done`` or ``cancel`` must follow in every case."""
         if not self._asked:
-            self.loop.add_reader(self._connection.descriptor, self._receive)
+            self.loop.add_reader(self.connection.descriptor, self._try, self._receive)
         future = self.loop.create_future()
-        self._asked[call.number] = _WaitingCall(future, call.cancel)
-        self._try(lambda: self._connection.send(call.number, call.header, call.frames))
+        self._asked[call.number] = (call, future)
+        self._try(lambda: self.connection.send(call.number, call.header, call.frames))
         return future
 
     def post(self, call: PeerCall, number: int) -> None:
         """Send without expecting an answer. Raises QueueUnreachableError if the peer has ended."""
         try:
-            self._connection.send(number, call.header, call.frames)
-            self._connection.own()
+            self.connection.send(number, call.header, call.frames)
+            self.connection.own()
         finally:
             self._write()
 
     def done(self, call: PeerCall) -> None:
         """Stop waiting for the reply."""
-        asked = self._asked.pop(call.number, None)
-        if asked is None:
-            return
-        if asked.future.done() and not asked.future.cancelled():
-            asked.future.exception()  # retrieved, so that asyncio doesn't log it
-        if not self._asked and not self._closed:
-            self.loop.remove_reader(self._connection.descriptor)
+        if self._asked.pop(call.number, None) is not None and not self._asked:
+            self.loop.remove_reader(self.connection.descriptor)
             self._write()
 
     def cancel(self, call: PeerCall) -> None:
         """The call has failed: send its cancel after it, and stop waiting for its reply."""
-        if call.number in self._asked and not self._closed:
-            revoke(self._connection, call.cancel)
+        if call.number in self._asked:
+            revoke(self.connection, call.cancel)
             self._write()
         self.done(call)
 
@@ -179,63 +160,54 @@ class LoopConnection:
         try:
             step()
         except QueueUnreachableError as error:
-            text = str(error)
-            self._fail(lambda: QueueUnreachableError(text))
-            self.loop.remove_reader(self._connection.descriptor)
+            self._fail(error)
+            self.loop.remove_reader(self.connection.descriptor)
         self._write()
 
     def _write(self) -> None:
-        wanted = self._connection.unsent and not self._connection.broken
+        wanted = self.connection.unsent and not self.connection.broken
         wanted = wanted and bool(self._asked) and not self.loop.is_closed()
         if wanted and not self._writing:
-            self.loop.add_writer(self._connection.descriptor, self._try, self._connection.flush)
+            self.loop.add_writer(self.connection.descriptor, self._try, self.connection.flush)
         elif self._writing and not wanted:
-            self.loop.remove_writer(self._connection.descriptor)
+            self.loop.remove_writer(self.connection.descriptor)
         self._writing = wanted
 
     def _receive(self) -> None:
-        if not self._closed:
-            self._try(self._take)
+        for message in self.connection.receive():
+            _, future = self._asked.get(message.number, (None, None))
+            if future is not None and not future.done():
+                future.set_result(message)
 
-    def _take(self) -> None:
-        for number, header, frames in self._connection.receive():
-            asked = self._asked.get(number)
-            if asked is not None and not asked.future.done():
-                asked.future.set_result(RawReply(header, frames))
-
-    def _fail(self, error: Callable[[], Exception]) -> None:
-        for future, _ in self._asked.values():
+    def _fail(self, error: Exception) -> None:
+        for _, future in self._asked.values():
             if not future.done():
-                future.set_exception(error())
+                future.set_exception(type(error)(str(error)))  # each has its own traceback
+                future.exception()  # retrieved, so that asyncio doesn't log it
 
     def retire(self) -> Connection:
         """Return the connection for use elsewhere; waiting calls, of a loop that has closed, are cancelled."""
-        for asked in self._asked.values():
-            revoke(self._connection, asked.cancel)
+        for call, _ in self._asked.values():
+            revoke(self.connection, call.cancel)
         self._asked.clear()
         self._write()
-        self._closed = True
-        return self._connection
+        return self.connection
 
-    def close(self, error: Callable[[], Exception]) -> None:
-        """Fail waiting calls, and close the connection. Idempotent."""
-        if self._closed:
-            return
+    def close(self, error: Exception) -> None:
+        """Fail waiting calls, and close the connection; once."""
         self._fail(error)
+        self._asked.clear()
+        self._write()
         if not self.loop.is_closed():
-            self.loop.remove_reader(self._connection.descriptor)
-            self.loop.remove_writer(self._connection.descriptor)
-        self._closed = True
-        self._connection.close()
+            self.loop.remove_reader(self.connection.descriptor)
+        self.connection.close()
 
-    def close_from_anywhere(self, error: Callable[[], Exception]) -> None:
+    def close_from_anywhere(self, error: Exception) -> None:
         """``close``, in the loop's thread if the loop is running there."""
         if self.loop.is_running() and asyncio._get_running_loop() is not self.loop:
-            try:
+            with contextlib.suppress(RuntimeError):  # it was closed in between
                 self.loop.call_soon_threadsafe(self.close, error)
                 return
-            except RuntimeError:  # it was closed in between
-                pass
         self.close(error)
 
 

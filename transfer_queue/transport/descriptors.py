@@ -8,6 +8,7 @@ it is done only if it pays, and only on a core that no other thread wants.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import select
@@ -69,17 +70,14 @@ class Spin:
         """
         if not 0 < self._longest_s < left_s:
             return sleep()
-        if not self._rests():
+        self._rested += 1
+        if self._rested >= 1 << self._doubt // _PRICE:
             return self._look(poll) or sleep()
         began = self._clock()
         found = sleep()
         if found and self._doubt and not self._is_crowded and self._clock() - began < self._longest_s:
             self._doubt -= 1
         return found
-
-    def _rests(self) -> bool:
-        self._rested += 1
-        return self._rested < 1 << self._doubt // _PRICE
 
     def _look(self, poll: Callable[[int], list[Any]]) -> list[Any]:
         preempted = self._times_preempted()
@@ -146,9 +144,6 @@ class Descriptors:
 
 
 def _close(descriptors: list[int]) -> None:
-    while descriptors:
-        try:
-            descriptor = descriptors.pop()
-        except IndexError:  # another thread closed it
-            return
-        os.close(descriptor)
+    with contextlib.suppress(IndexError):  # all are closed, maybe by another thread
+        while True:
+            os.close(descriptors.pop())

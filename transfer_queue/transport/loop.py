@@ -24,8 +24,9 @@ class Readiness:
         self._acts: dict[int, Act] = {}
         self._spin = Spin(longest_s())
 
-    def add(self, descriptor: int, act: Act, wanted: int = READ) -> None:
-        self._poller.register(descriptor, wanted)
+    def add(self, descriptor: int, act: Act) -> None:
+        """Act whenever there is something to read."""
+        self._poller.register(descriptor, READ)
         self._acts[descriptor] = act
 
     def want(self, descriptor: int, wanted: int) -> None:
@@ -36,13 +37,6 @@ class Readiness:
         """Call this before closing: a forked child's copy would still be reported."""
         del self._acts[descriptor]
         self._poller.unregister(descriptor)
-
-    def dismiss(self, descriptor: int, act: Act) -> bool:
-        """Likewise, and returns True; False if this has ended, because the number may now mean another file."""
-        if self._acts.get(descriptor) is not act:
-            return False
-        self.remove(descriptor)
-        return True
 
     def wait(self, left_s: float) -> Iterator[tuple[Act, int]]:
         """Yield the actions of ready descriptors; nothing after ``left_s`` or ``LONGEST_WAIT_S``."""

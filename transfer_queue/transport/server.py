@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from transfer_queue.errors import ConfigError
-from transfer_queue.transport.base import USUAL_LIVENESS, Envelope, Handler, Listener, Liveness, Outgoing, Ready, Route
+from transfer_queue.transport.base import USUAL_LIVENESS, Envelope, Handler, Listener, Liveness, Outgoing, Route
 from transfer_queue.transport.loop import Readiness, guarded
 from transfer_queue.transport.unix import UnixListener
 from transfer_queue.utils.machine import open_process
@@ -36,15 +37,17 @@ class SocketServer:
         self.turned: Callable[[float], None] = _nothing
         """Called after each turn with the seconds that it took."""
         self._readiness = Readiness()
-        self._handler: Handler | None = None
+        self._handler: Handler  # from ``serve`` on; nothing is delivered before
         self._listeners: list[Listener] = []
         self._routes: dict[str, set[Route]] = {}
         self._watched: set[int] = set()
-        self._last_acts: list[Callable[[], None]] = []
+        self._at_close = contextlib.ExitStack()
         self._stopping = self._closed = False
         self._lock = threading.RLock()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._readiness.add(self._wake, _nothing)
+        self._at_close.callback(os.close, self._wake)
+        self._at_close.callback(self._readiness.close)
         try:
             self.address = self.listen(address, keys, insecure, liveness)
         except BaseException:
@@ -80,47 +83,36 @@ class SocketServer:
         else:
             listener = UnixListener(address, self._readiness, self)
         self._listeners.append(listener)
+        self._at_close.callback(listener.close)
         return listener.address
 
     # ---- other events ----
 
-    def watch(self, pid: int, namespace: int | None, ended: Callable[[], None]) -> Callable[[], None]:
-        """Call ``ended`` once when that process ends; never, if it can't be watched from here.
-
-        Returns a function that stops watching: call it in the serving thread.
-        """
+    def watch(self, pid: int, namespace: int | None, ended: Callable[[], None]) -> None:
+        """Call ``ended`` once when that process ends; never, if it can't be watched from here."""
         descriptor = open_process(pid, namespace)
         if descriptor is None:
-            return lambda: None
+            return
         if descriptor < 0:
             guarded(ended)
-            return lambda: None
+            return
 
         def end() -> None:
-            stop()
+            dismiss()
+            self._watched.discard(descriptor)
+            os.close(descriptor)
             ended()
-
-        def stop() -> None:
-            if dismiss():
-                self._watched.discard(descriptor)
-                os.close(descriptor)
 
         dismiss = self.attend(descriptor, end)
         self._watched.add(descriptor)
-        return stop
 
-    def attend(self, descriptor: int, ready: Callable[[], None]) -> Callable[[], bool]:
+    def attend(self, descriptor: int, ready: Callable[[], None]) -> Callable[[], None]:
         """Call ``ready`` in the serving thread whenever this descriptor is readable.
 
-        Returns a function that stops attending, and says whether it did so now: call it in the serving thread, before
-        the descriptor is closed. Idempotent.
+        Returns a function that stops attending: call it once, in the serving thread, before the descriptor is closed.
         """
-
-        def act(_: int) -> None:
-            ready()
-
-        self._readiness.add(descriptor, act)
-        return lambda: self._readiness.dismiss(descriptor, act)
+        self._readiness.add(descriptor, lambda _: ready())
+        return lambda: self._readiness.remove(descriptor)
 
     # ---- serving ----
 
@@ -129,7 +121,7 @@ class SocketServer:
         self._handler = handler
         try:
             while not self._stopping:
-                self._turn(handler)
+                self._turn()
         finally:
             self.close()
 
@@ -140,8 +132,8 @@ class SocketServer:
             if not self._closed:
                 os.eventfd_write(self._wake, 1)
 
-    def _turn(self, handler: Handler) -> None:
-        deadlines = [handler.next_deadline(), *(each.next_deadline() for each in self._listeners)]
+    def _turn(self) -> None:
+        deadlines = [self._handler.next_deadline(), *(each.next_deadline() for each in self._listeners)]
         due = min((at for at in deadlines if at is not None), default=math.inf)
         began = None
         for act, ready in self._readiness.wait(max(0.0, due - time.monotonic())):
@@ -149,30 +141,20 @@ class SocketServer:
             guarded(act, ready)
         if due <= (now := time.monotonic()):
             began = began or now
-            guarded(self._expire, handler, now)
+            guarded(self._expire, now)
         if began is not None:
             self.turned(time.monotonic() - began)
 
-    def _expire(self, handler: Handler, now: float) -> None:
-        at = handler.next_deadline()
+    def _expire(self, now: float) -> None:
+        at = self._handler.next_deadline()
         if at is not None and at <= now:
-            self._act(handler.expire)
+            guarded(self._send, self._handler.expire)
         for listener in self._listeners:
             listener.expire(now)
 
-    def _opened(self) -> Handler:
-        assert self._handler is not None, "nothing is delivered before ``serve``"
-        return self._handler
-
-    def _answer(self, envelope: Envelope, header: bytes, frames: list[memoryview]) -> None:
-        self._send(self._opened().handle(envelope, header, frames, time.monotonic()))
-
-    def _act(self, act: Ready) -> None:
-        guarded(lambda: self._send(act(time.monotonic())))
-
-    def _send(self, answers: Iterable[Outgoing]) -> None:
+    def _send(self, make: Callable[[float], Iterable[Outgoing]]) -> None:
         # One by one, as they are made, so that answers before an error are sent.
-        for answer in answers:
+        for answer in make(time.monotonic()):
             guarded(answer.envelope.route.send, answer)
 
     # ---- clients; the last three methods: see ``Arrivals`` ----
@@ -188,7 +170,7 @@ class SocketServer:
 
     def deliver(self, envelope: Envelope, header: bytes, frames: list[memoryview]) -> None:
         """A request has arrived."""
-        guarded(self._answer, envelope, header, frames)
+        guarded(self._send, lambda now: self._handler.handle(envelope, header, frames, now))
 
     def joined(self, client: str, route: Route) -> None:
         """A connection has named its client."""
@@ -200,14 +182,13 @@ class SocketServer:
         routes.discard(route)
         if not routes:
             del self._routes[client]
-            handler = self._opened()
-            self._act(lambda now: handler.client_gone(client, now))
+            guarded(self._send, lambda now: self._handler.client_gone(client, now))
 
     # ---- the end ----
 
     def at_close(self, act: Callable[[], None]) -> None:
         """Run this when the server closes, in the serving thread, while ``attend`` still works."""
-        self._last_acts.append(act)
+        self._at_close.callback(act)
 
     def close(self) -> None:
         """Close everything, in the serving thread or if it never served. Idempotent."""
@@ -215,16 +196,10 @@ class SocketServer:
             if self._closed:
                 return
             self._closed = True
-        for act in self._last_acts:
-            act()
         for descriptor in self._watched:
             os.close(descriptor)
-        self._watched.clear()
         self._routes.clear()
-        for listener in self._listeners:
-            listener.close()
-        self._readiness.close()
-        os.close(self._wake)
+        self._at_close.close()
 
 
 def _nothing(_: float) -> None:

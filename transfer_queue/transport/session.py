@@ -22,10 +22,12 @@ import msgspec
 
 from transfer_queue import protocol as p
 from transfer_queue.config import FullConfig, typed
-from transfer_queue.errors import ClosedError, ProtocolError, QueueUnreachableError, TransferQueueError, from_wire
-from transfer_queue.transport.base import CONFIRM, Buffer, Peer, PeerCall, RawReply
+from transfer_queue.errors import ProtocolError, QueueUnreachableError, TransferQueueError, from_wire
+from transfer_queue.transport.base import CONFIRM, NOBODY_WAITS, Buffer, Peer, PeerCall
 from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.caller import SocketCaller
+from transfer_queue.transport.connections import closed
+from transfer_queue.transport.framing import Message
 from transfer_queue.utils.machine import pid_namespace
 
 R = TypeVar("R", bound=p.Reply)
@@ -53,7 +55,12 @@ class Session:
         """``key_file``: of the server's public key, for ``tcp://`` addresses."""
         self.controller = controller
         self.client_id = client_id
-        self._server_key = None if key_file is None else _public_key(key_file)
+        self._server_key: str | None = None
+        if key_file is not None:
+            # It loads ZMQ, which a client of this host never needs.
+            from transfer_queue.transport.tcp_wire import read_public_key
+
+            self._server_key = read_public_key(key_file)
         self.timeout_s = 30.0
         self._numbers = itertools.count(1)
         self._pid = os.getpid()
@@ -69,12 +76,8 @@ class Session:
         self.done_reading: set[int] = set()
         """Fetches whose batches were read, or can't be read any more; the next message to the controller names them."""
         self._copying: set[object] = set()
-        self._closed = False
-
-    @property
-    def is_closed(self) -> bool:
+        self.is_closed = False
         """Whether ``close`` was called in this process."""
-        return self._closed
 
     # ---- calls ----
 
@@ -82,7 +85,7 @@ class Session:
         """A number that no other call of this session has."""
         return next(self._numbers)
 
-    async def call_many(self, asks: Sequence[Ask], timeout_s: float, keep: bool = False) -> list[RawReply]:
+    async def call_many(self, asks: Sequence[Ask], timeout_s: float, keep: bool = False) -> list[Message]:
         """Send all requests, then wait for all answers, in the order of ``asks``. On failure they are cancelled.
 
         Args:
@@ -122,20 +125,19 @@ class Session:
 
     async def post_done(self, *calls: int) -> None:
         """As ``done`` for the controller, but sent now, because others may wait for it. Nothing is left to cancel."""
-        with contextlib.suppress(TransferQueueError):
-            message = p.encode_request(p.Cancel(self.number(), calls[-1]), calls)
-            await self.caller.post(PeerCall(self.controller, message))
+        await self._post(self.controller, p.encode_request(p.Cancel(self.number(), calls[-1]), calls))
 
     async def post(self, peer: Peer, request: p.Request) -> None:
         """Send without waiting for an answer; a server that has ended raises nothing."""
-        with contextlib.suppress(TransferQueueError):
-            await self.caller.post(PeerCall(peer, p.encode_request(request)))
+        await self._post(peer, p.encode_request(request))
 
     async def cancel(self, call: int) -> None:
         """Cancel a call that the controller has answered and keeps."""
+        await self._post(self.controller, p.encode_request(p.Cancel(self.number(), call)), CONFIRM)
+
+    async def _post(self, peer: Peer, header: bytes, number: int = NOBODY_WAITS) -> None:
         with contextlib.suppress(TransferQueueError):
-            message = p.encode_request(p.Cancel(self.number(), call))
-            await self.caller.post(PeerCall(self.controller, message), CONFIRM)
+            await self.caller.post(PeerCall(peer, header), number)
 
     # ---- the controller ----
 
@@ -172,13 +174,13 @@ class Session:
         Calls that still use the old caller are left alone. It closes, and all ends that came back since, with the last.
         """
         with _fork_lock():
-            if self.caller is ended and not self._closed:
+            if self.caller is ended and not self.is_closed:
                 self._start()
                 self._config = None
 
     async def _greet(self) -> FullConfig:
-        if self._closed:
-            raise ClosedError("this client was closed; make a new one, or call init() again.")
+        if self.is_closed:
+            raise closed()
         _check_socket(self.controller.address)
         if self._at_exit is None:
             # Without a goodbye, a process that simply ends would count as a dead producer.
@@ -254,8 +256,8 @@ class Session:
         copying = object()
         try:  # each step is one of Python's, so Ctrl-C leaves neither a lock nor a count behind
             self._copying.add(copying)
-            if self._closed:
-                raise ClosedError("this client was closed; make a new one, or call init() again.")
+            if self.is_closed:
+                raise closed()
             yield
         finally:
             self._copying.discard(copying)
@@ -268,7 +270,7 @@ class Session:
             self._at_exit = None
         if self._pid != os.getpid():
             return
-        self._closed = True
+        self.is_closed = True
         turn = threading.Event()
         while self._copying:
             turn.wait(_COPYING_LOOK_S)
@@ -281,14 +283,6 @@ class Session:
             TransferQueueError
         ):  # it may have ended already, and its state of this session with it
             await self.call_many([(self.controller, p.Goodbye(self.number()), ())], _GOODBYE_TIMEOUT_S)
-
-
-def _public_key(file: str) -> str:
-    from transfer_queue.transport.tcp_wire import (
-        read_public_key,  # it loads ZMQ, which a client of this host never needs
-    )
-
-    return read_public_key(file)
 
 
 def _check_socket(address: str) -> None:

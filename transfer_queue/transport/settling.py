@@ -30,14 +30,11 @@ class Settling(threading.Thread):
         self._to_start = [None]
         self._nudged = Descriptors(self, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
 
-    def begin(self) -> None:
-        """Start, whichever of several threads asks first."""
+    def nudge(self) -> None:
+        """Look at the connection again. The first of several threads that ask for it starts this one."""
         with contextlib.suppress(IndexError):
             self._to_start.pop()
             self.start()
-
-    def nudge(self) -> None:
-        """Look at the connection again."""
         os.eventfd_write(self._nudged.at(0), 1)
 
     def run(self) -> None:

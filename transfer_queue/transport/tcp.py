@@ -6,7 +6,7 @@ One thread per caller uses these sockets. So no call waits for ZMQ, and servers 
 
     threads with calls                         thread of TcpLinks
     TcpConnection.send     -> link.outbox  ->  _Link.send, socket
-    TcpConnection.receive  <- own inbox    <-  _Link.receive, socket
+    TcpConnection.receive  <- own inbox    <-  _Link.serve, socket
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class TcpConnection:
         self._link = link
         self._number = number
         self._inbox: deque[Message] = deque()
-        self._large: deque[_LargeMessage] = deque()
+        self._large: _LargeMessage | None = None
+        """The last one. Those before it are copied first."""
         self._readable = Descriptors(self, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
         self._closing = threading.Lock()
         self.descriptor = self._readable.at(0)
@@ -76,10 +77,7 @@ class TcpConnection:
         if sum(memoryview(frame).nbytes for frame in frames) <= AT_ONCE_NBYTES:
             self._link.outbox.extend(list(pack(number, header, frames)))  # one step: the parts stay together
         else:
-            large = _LargeMessage(number, header, frames)
-            while self._large and self._large[0].copied.is_set():
-                self._large.popleft()
-            self._large.append(large)
+            large = self._large = _LargeMessage(number, header, frames)
             self._link.outbox.append(large)
             if self._link.error is not None:  # since the check above
                 large.copied.set()
@@ -90,9 +88,9 @@ class TcpConnection:
 
     def own(self) -> None:
         """Wait until the links' thread has copied the large messages, which takes as long as to copy them here."""
-        while self._large:
-            self._large[0].copied.wait()
-            self._large.popleft()
+        if self._large is not None:
+            self._large.copied.wait()
+            self._large = None
 
     def receive(self) -> list[Message]:
         with contextlib.suppress(BlockingIOError):
@@ -100,10 +98,9 @@ class TcpConnection:
         messages = []
         while self._inbox:
             messages.append(self._inbox.popleft())
-        error = self._link.error
-        if error is not None and not messages:
-            raise self._broken(error)
-        if error is not None:
+        if self._link.error is not None:
+            if not messages:
+                raise self._broken(self._link.error)
             self.make_readable()  # the error comes next
         return messages
 
@@ -166,20 +163,28 @@ class _Link:
             raise unconnected(peer, OSError(error.errno, error.strerror)) from error
 
     def send(self) -> None:
-        with contextlib.suppress(zmq.Again):  # the connection has ended; ``receive`` will notice
+        with contextlib.suppress(zmq.Again):  # the connection has ended; its monitor tells
             while self.outbox:
                 message = self.outbox.popleft()
                 for parts in message.parts() if isinstance(message, _LargeMessage) else [message]:
                     self.dealer.send_multipart(parts, zmq.NOBLOCK, copy=False)
 
-    def receive(self) -> None:
-        """Handle all messages that are here; then check whether the connection has ended."""
+    def serve(self, beat: Liveness | None) -> None:
+        """Send and handle all messages that are here; then check whether the connection has ended.
+
+        ``beat``: a beat is due, too.
+        """
+        if beat is not None:
+            self.outbox.append([BEAT])
+        self.send()
         with contextlib.suppress(zmq.Again):
             while True:
                 self._handle(self.dealer.recv_multipart(zmq.NOBLOCK, copy=False))
         with contextlib.suppress(zmq.Again):
             while True:
                 self._handle_event(recv_monitor_message(self.monitor, zmq.NOBLOCK)["event"])
+        if beat is not None:
+            self._count_beat(*beat)
 
     def _handle(self, parts: Sequence[zmq.Frame]) -> None:
         self._silent_beats = 0
@@ -218,9 +223,8 @@ class _Link:
                 f"has ended just now. The public key is in the key file of the queue; without encryption there is none."
             )
 
-    def count_beat(self, liveness: Liveness) -> None:
-        """Fail once the peer has been silent for a lease. ``receive`` resets the count."""
-        heartbeat_s, lease_s = liveness
+    def _count_beat(self, heartbeat_s: float, lease_s: float) -> None:
+        """Fail once the peer has been silent for a lease. Its messages reset the count."""
         # Beats are counted, not seconds: after a pause of this process, the peer may still be well.
         if self.error is None and self._silent_beats * heartbeat_s >= lease_s:
             self.fail(
@@ -274,7 +278,8 @@ class TcpLinks:
         self._closed = False
         self._wake = Descriptors(self, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
         self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="tq-tcp", daemon=True)
+        self._thread.start()
         _all.add(self)
 
     def connect(self, peer: Peer) -> TcpConnection:
@@ -287,9 +292,6 @@ class TcpLinks:
             self._num_connections += 1
             made = TcpConnection(self, link, self._num_connections)
             link.connections[self._num_connections] = made
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="tq-tcp", daemon=True)
-                self._thread.start()
         self.wake()
         return made
 
@@ -306,9 +308,7 @@ class TcpLinks:
                 return
             self._closed = True
             os.eventfd_write(self._wake.at(0), 1)
-        if self._thread is None:
-            self._context.term()
-        elif self._thread is not threading.current_thread():
+        if self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_S)
         self._wake.close()
 
@@ -331,7 +331,7 @@ class TcpLinks:
             if is_due:
                 beat_at = time.monotonic() + self._liveness.heartbeat_s
             for link in links:
-                self._serve(link, is_due)
+                link.serve(self._liveness if is_due else None)
             for link in [link for link in links if link.error is not None]:
                 links.remove(link)
                 poller.unregister(link.dealer)
@@ -342,14 +342,6 @@ class TcpLinks:
             link.send()
             link.close()
         self._context.term()
-
-    def _serve(self, link: _Link, is_due: bool) -> None:
-        if is_due:
-            link.outbox.append([BEAT])
-        link.send()
-        link.receive()
-        if is_due:
-            link.count_beat(self._liveness)
 
 
 _all: weakref.WeakSet[TcpLinks] = weakref.WeakSet()

@@ -43,7 +43,8 @@ class TcpRoute:
 
     def disconnect(self) -> None:
         self._is_leaving = True
-        self._listener.disconnect(self)
+        self._listener.leaving.append(self)
+        self._listener.look_again()
 
 
 class TcpListener:
@@ -68,7 +69,8 @@ class TcpListener:
         self._heartbeat_s, self._lease_s = liveness
         self._beat_at = time.monotonic() + self._heartbeat_s
         self._routes: dict[bytes, TcpRoute] = {}
-        self._leaving: list[TcpRoute] = []
+        self.leaving: list[TcpRoute] = []
+        """Routes that end once everything that came has been handled."""
         self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
         try:
             self._router = _bound(self._context, address, keys)
@@ -85,7 +87,7 @@ class TcpListener:
         self._is_taking = False
         for descriptor in (self._descriptor, self._again):
             readiness.add(descriptor, self._take)
-        os.eventfd_write(self._again, 1)
+        self.look_again()
 
     def _take(self, _: int) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -96,10 +98,10 @@ class TcpListener:
                 guarded(self._handle, self._router.recv_multipart(zmq.NOBLOCK, copy=False))
         except zmq.Again:
             self._is_taking = False  # what these sends find is not read here
-            while self._leaving:  # everything that came has been handled
-                self._end(self._leaving.pop())
+            while self.leaving:
+                self._end(self.leaving.pop())
         else:
-            os.eventfd_write(self._again, 1)
+            self.look_again()
         finally:
             self._is_taking = False
 
@@ -147,11 +149,10 @@ class TcpListener:
                 self._routes[address].disconnect()
         # The router's descriptor tells of messages once, and this send may have used that up.
         if not self._is_taking and self._router.events & zmq.POLLIN:
-            os.eventfd_write(self._again, 1)
+            self.look_again()
 
-    def disconnect(self, route: TcpRoute) -> None:
-        """Disconnect soon; from any thread."""
-        self._leaving.append(route)
+    def look_again(self) -> None:
+        """Have ``_take`` called soon; from any thread."""
         os.eventfd_write(self._again, 1)
 
     def next_deadline(self) -> float | None:

@@ -49,13 +49,12 @@ class UnixConnection:
         self.peer = peer
         self.broken = False
         try:
-            self._socket = _prepared(lambda new: _connect(new, path))
+            self._socket = _prepared(lambda new: _connect(new, path, client))
         except OSError as error:
             raise unconnected(peer, error) from error
         # A dropped caller or ending process may not close it. This runs after the clients' goodbyes.
         Finalize(self, self._socket.close, exitpriority=0)
         self.descriptor = self._socket.fileno()
-        self._greeting: list[Buffer] = encode(NOBODY_WAITS, client.encode())
         self._inbound = Inbound()
         self._outbound = Outbound()
         self._unconfirmed = 0
@@ -69,14 +68,10 @@ class UnixConnection:
         return self.broken or not (self._unconfirmed or self._outbound)
 
     def send(self, number: int, header: bytes, frames: Sequence[Buffer] = ()) -> None:
-        parts = encode(number, header, frames)
-        if self._greeting:
-            parts = [*self._greeting, *parts]
         try:
-            self._outbound.send(self._socket, parts)
+            self._outbound.send(self._socket, encode(number, header, frames))
         except OSError as error:
             raise self._broken() from error
-        self._greeting = []
         self._unconfirmed += number == CONFIRM
 
     def flush(self) -> None:
@@ -167,7 +162,7 @@ class UnixRoute:
     def _flush(self) -> None:
         try:
             self._outbound.flush(self._socket)
-        except OSError:  # the client has closed its end; what it sent before is still read
+        except OSError:  # as above
             self._outbound.clear()
         self._choose_events()
 
@@ -188,7 +183,7 @@ class UnixRoute:
             return
         self._listener.readiness.remove(self._descriptor)
         self._socket.close()
-        self._listener.left(self)
+        self._listener.routes.discard(self)
         if self._client is not None and not quietly:
             self._listener.server.left(self._client, self)
 
@@ -204,44 +199,34 @@ class UnixListener:
         self.readiness = readiness
         self.server = server
         self._path = address.removeprefix(SCHEME)
-        self._routes: set[UnixRoute] = set()
-        self._listen_at = 0.0
+        self.routes: set[UnixRoute] = set()
+        self._paused_until: float | None = None
         self._socket = _prepared(lambda new: _bind(new, self._path))
-        self._listen(True)
-
-    def _listen(self, wanted: bool) -> None:
-        self._listening = wanted
-        if wanted:
-            self.readiness.add(self._socket.fileno(), self._accept)
-        else:
-            self.readiness.remove(self._socket.fileno())
+        readiness.add(self._socket.fileno(), self._accept)
 
     def _accept(self, _: int) -> None:
         try:
             for _ in range(_NEWCOMERS_PER_TURN):
-                self._routes.add(UnixRoute(self, _accepted(self._socket)))
+                self.routes.add(UnixRoute(self, _kept(self._socket.accept()[0])))
         except (BlockingIOError, ConnectionError):
             return
         except OSError:  # out of descriptors: stop accepting for a while, or the loop would never rest
-            self._listen(False)
-            self._listen_at = time.monotonic() + _NO_ROOM_S
-
-    def left(self, route: UnixRoute) -> None:
-        """A route has closed."""
-        self._routes.discard(route)
+            self.readiness.remove(self._socket.fileno())
+            self._paused_until = time.monotonic() + _NO_ROOM_S
 
     def next_deadline(self) -> float | None:
-        return None if self._listening else self._listen_at
+        return self._paused_until
 
     def expire(self, now: float) -> None:
-        if not self._listening and now >= self._listen_at:
-            self._listen(True)
+        if self._paused_until is not None and now >= self._paused_until:
+            self._paused_until = None
+            self.readiness.add(self._socket.fileno(), self._accept)
 
     def close(self) -> None:
-        for route in list(self._routes):
+        for route in list(self.routes):
             route.close(quietly=True)
-        if self._listening:
-            self._listen(False)
+        if self._paused_until is None:
+            self.readiness.remove(self._socket.fileno())
         self._socket.close()
         with contextlib.suppress(OSError):  # its directory has been removed
             os.unlink(self._path)
@@ -253,21 +238,19 @@ class UnixListener:
 def _prepared(start: Callable[[socket.socket], None]) -> socket.socket:
     new = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        new.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_NBYTES)
         start(new)
+        return _kept(new)
     except BaseException:
         new.close()
         raise
-    new.setblocking(False)
-    closed_in_children.add(new)
-    return new
 
 
-def _connect(new: socket.socket, path: str) -> None:
+def _connect(new: socket.socket, path: str, client: str) -> None:
     # If too many clients connect at once, it waits a little for the server to accept some.
     new.setblocking(True)
     new.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", _CONNECT_S, 0))
     new.connect(path)
+    new.sendall(b"".join(encode(NOBODY_WAITS, client.encode())))
 
 
 def _bind(new: socket.socket, path: str) -> None:
@@ -287,9 +270,8 @@ def _is_stale(path: str) -> bool:
     return False
 
 
-def _accepted(listener: socket.socket) -> socket.socket:
-    connection, _ = listener.accept()
-    connection.setblocking(False)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_NBYTES)
-    closed_in_children.add(connection)
-    return connection
+def _kept(new: socket.socket) -> socket.socket:
+    new.setblocking(False)
+    new.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_NBYTES)
+    closed_in_children.add(new)
+    return new

@@ -72,8 +72,6 @@ class CheckedPlane:
         request = verb(self.next_id, *args)
         self.open[client, request.id] = request
         self.since[client, request.id] = self.now
-        if isinstance(request, p.Fetch) and request.partition in self.model:
-            self.model[request.partition].view(request.task).ack(request.acks, earlier=False)
         self.sound = False
         replies = self.plane.handle(client, request, self.now)
         self.absorb(replies)

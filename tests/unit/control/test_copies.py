@@ -103,7 +103,6 @@ CHANGES: dict[str, Callable[[Busy], Any] | tuple[Callable[[Busy], Any], Callable
     "a drawn batch is given": (draw_round, lambda busy: fetch(busy.plane, 1, 1, task="ranks")),
     "a batch is missed": lambda busy: ask(busy.plane, CRITIC, p.Cancel, busy.unnamed.id),
     "ack": lambda busy: ack(busy.plane, busy.named.token, task="ranks"),
-    "ack with a fetch": lambda busy: fetch(busy.plane, 99, 0, 9, task="alone", acks=[busy.alone.token]),
     "reset": lambda busy: ask(busy.plane, ACTOR, p.ResetConsumption, "p"),
     "a replay": (after_reset, lambda busy: fetch(busy.plane, 2, 0, 0, task="alone")),
     "the rest of a replay": (after_reset, lambda busy: fetch(busy.plane, 2, 0, 0, task="alone", skip=1)),

@@ -23,6 +23,7 @@ from control_kit import (
 )
 
 from transfer_queue import protocol as p
+from transfer_queue.control import queries
 
 Keys = dict[str, dict[str, Any]]
 
@@ -293,10 +294,11 @@ def test_many_keys_are_compared_some_in_each_turn(plane, wait_s):
     assert len(replies) == (2 if wait_s == 0.0 else 1)
 
 
-def test_list_keys_gives_those_that_match_page_by_page(plane):
+def test_list_keys_gives_those_that_match_page_by_page(plane, monkeypatch):
+    monkeypatch.setattr(queries, "PAGE", 4)
     for i in range(6):
         put_keys(plane, f"k{i}", v=i)
-    first = ask(plane, ACTOR, p.ListKeys, "p", None, 4, "v >= 2")
-    assert (list(first.keys["p"]), first.more, first.last) == (["k2", "k3"], True, "k3")
-    second = ask(plane, ACTOR, p.ListKeys, "p", first.last, 4, "v >= 2")
-    assert (list(second.keys["p"]), second.more) == (["k4", "k5"], False)
+    first = ask(plane, ACTOR, p.ListKeys, "p", None, "v >= 2")
+    assert (list(first.keys["p"]), first.last) == (["k2", "k3"], "k3")
+    second = ask(plane, ACTOR, p.ListKeys, "p", first.last, "v >= 2")
+    assert (list(second.keys["p"]), second.last) == (["k4", "k5"], None)

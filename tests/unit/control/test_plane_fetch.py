@@ -353,13 +353,6 @@ def test_an_acknowledged_batch_is_settled_and_asking_for_it_says_so(plane):
     assert batch(plane, 1, 0) == [1]
 
 
-def test_an_ack_rides_on_the_next_fetch(plane):
-    put(plane, 2)
-    token = fetch(plane, 1, 0, 0).token
-    batch(plane, 1, 0, 1, acks=[token])
-    refused(fetch(plane, 1, 0, 0), "InvalidRequestError", "settled")
-
-
 @pytest.mark.parametrize("token", ["", "#1", "p/train/1/0#99", "p/train/1/0#²", "nonsense", "p/judge/1/0#1"])
 def test_a_token_that_means_nothing_settles_nothing(plane, token):
     put(plane, 1)
@@ -389,14 +382,6 @@ def test_acknowledged_samples_are_not_drawn_again(plane):
     ack(plane, fetch(plane, 1, 0, 0).token)
     assert batch(plane, 1, 0, 1) == [1]
     assert isinstance(fetch(plane, 1, 0, 2), p.NotReady)
-
-
-def test_a_fetch_whose_ack_settles_a_batch_lets_those_in_front_hear_of_it_first(plane):
-    put(plane, 2)
-    token = fetch(plane, 1, 0, 0).token
-    park(plane, 1, 0, 0, names=("x", "y"), client=CRITIC)
-    replies = send(plane, ACTOR, p.Fetch, "p", "train", ["x"], 1, 0, 1, acks=[token])
-    assert [(to.client, type(to.reply)) for to in replies] == [(CRITIC, p.Failed), (ACTOR, p.Batch)]
 
 
 def test_rows_that_a_reader_has_had_may_be_cleared_when_it_asks_for_the_rest(plane):

@@ -220,13 +220,12 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
         rank = data.draw(st.none() if dp_size is None else st.integers(0, dp_size - 1), "dp_rank")
         if dp_size is None and batch_index is not None:
             rank = data.draw(st.sampled_from([0, 1]), "dp_rank")
-        acks = data.draw(st.lists(st.sampled_from(self.tokens), max_size=2, unique=True)) if self.tokens else []
         seen = [token for where, who, token in self.tokens if (where, who) == (partition, task)]
         after = data.draw(st.sampled_from([None, *seen]), "after")
         self.ask(
             client, p.Fetch, partition, task, fields, batch_size, rank, batch_index, None, wait_s, plan.finite, {},
-            [token for where, who, token in acks if (where, who) == (partition, task)], 0 if from_first else None,
-            0, pass_start if plan.finite else None, after, data.draw(st.booleans(), "with_values"), False, where,
+            0 if from_first else None, 0, pass_start if plan.finite else None, after,
+            data.draw(st.booleans(), "with_values"), False, where,
         )  # fmt: skip
 
     @rule(data=st.data(), task=tasks, partition=partitions)
@@ -266,7 +265,7 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
     def fetch_unnamed(self, client: str, reader: str, count: int, with_values: bool) -> None:
         self.put(client, UNNAMED, count, 0.0, ["a"])
         self.ask(
-            reader, p.Fetch, UNNAMED, "plain", ["a"], count, None, None, None, 0.0, False, {}, [], None, 0, None, None,
+            reader, p.Fetch, UNNAMED, "plain", ["a"], count, None, None, None, 0.0, False, {}, None, 0, None, None,
             with_values,
         )  # fmt: skip
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pytest
 from control_kit import (
     ACTOR,
     CRITIC,
@@ -26,92 +27,109 @@ from control_kit import (
 )
 
 from transfer_queue import protocol as p
+from transfer_queue.control import queries
 
 MOST_OF_A_PAGE, MOST_STATUS = 5_000, 200_000
 
 # ---- pages ----
 
 
-def pages(plane, **kwargs):
-    """Every page of keys: (keys, are there more?)."""
+@pytest.fixture
+def page_of(monkeypatch):
+    """Makes pages hold so many samples or keys."""
+
+    def hold(most):
+        monkeypatch.setattr(queries, "PAGE", most)
+        monkeypatch.setattr(queries, "_OF_ARRAYS", most)
+
+    return hold
+
+
+def pages(plane):
+    """Every page of keys."""
     after, found = None, []
     while True:
-        reply = ask(plane, ACTOR, p.ListKeys, "p", after, **kwargs)
-        keys = list(reply.keys["p"])
-        found.append(keys)
-        if not reply.more:
+        reply = ask(plane, ACTOR, p.ListKeys, "p", after)
+        found.append(list(reply.keys["p"]))
+        if reply.last is None:
             return found
-        after = keys[-1]
+        after = reply.last
 
 
-def test_keys_are_listed_in_pages_in_order_of_insertion(plane):
+def test_keys_are_listed_in_pages_in_order_of_insertion(plane, page_of):
     ask(plane, ROLLOUT, p.ResolveKeys, "p", ["e", "d", "c"], True)
     put(plane, 1)
     ask(plane, ROLLOUT, p.ResolveKeys, "p", ["b", "a"], True)
-    assert pages(plane, limit=2) == [["e", "d"], ["c", "b"], ["a"]]
-    assert pages(plane, limit=5) == [["e", "d", "c", "b", "a"]]
+    assert pages(plane) == [["e", "d", "c", "b", "a"]]
+    page_of(2)
+    assert pages(plane) == [["e", "d"], ["c", "b"], ["a"]]
+    page_of(5)
     assert pages(plane) == [["e", "d", "c", "b", "a"]]
 
 
-def test_a_list_whose_last_key_was_cleared_meanwhile_begins_anew(plane):
+def test_a_list_whose_last_key_was_cleared_meanwhile_begins_anew(plane, page_of):
+    page_of(1)
     ask(plane, ROLLOUT, p.ResolveKeys, "p", ["a", "b", "c"], True)
     clear(plane, [1])
-    assert list(ask(plane, ACTOR, p.ListKeys, "p", "b", 1).keys["p"]) == ["a"]
-    assert list(ask(plane, ACTOR, p.ListKeys, "p", "a", 1).keys["p"]) == ["c"]
+    assert list(ask(plane, ACTOR, p.ListKeys, "p", "b").keys["p"]) == ["a"]
+    assert list(ask(plane, ACTOR, p.ListKeys, "p", "a").keys["p"]) == ["c"]
 
 
 def test_a_page_holds_no_more_than_so_many_keys_and_of_all_partitions_those_that_fit(plane):
     names = [f"k{i}" for i in range(MOST_OF_A_PAGE + 1)]
     ask(plane, ROLLOUT, p.ResolveKeys, "p", names, True)
     ask(plane, ROLLOUT, p.ResolveKeys, "q", ["v"], True)
-    for limit in (0, 10**6):
-        assert [len(page) for page in pages(plane, limit=limit)] == [MOST_OF_A_PAGE, 1]
+    assert [len(page) for page in pages(plane)] == [MOST_OF_A_PAGE, 1]
     every = ask(plane, ACTOR, p.ListKeys)
-    assert (list(every.keys), every.more) == (["p"], True)
+    assert (list(every.keys), every.last) == (["p"], names[-2])
     clear(plane, [0, 1])
     every = ask(plane, ACTOR, p.ListKeys)
-    assert ([len(keys) for keys in every.keys.values()], every.more) == ([MOST_OF_A_PAGE - 1, 1], False)
+    assert ([len(keys) for keys in every.keys.values()], every.last) == ([MOST_OF_A_PAGE - 1, 1], None)
 
 
-def test_many_cleared_keys_leave_nothing_behind(plane):
+def test_many_cleared_keys_leave_nothing_behind(plane, page_of):
+    page_of(3)
     ask(plane, ROLLOUT, p.ResolveKeys, "p", [f"k{i}" for i in range(300)], True)
     clear(plane, list(range(295)))
-    assert pages(plane, limit=3) == [["k295", "k296", "k297"], ["k298", "k299"]]
+    assert pages(plane) == [["k295", "k296", "k297"], ["k298", "k299"]]
     assert plane.state.partitions["p"].keys.is_ascending(), "both ways know no more than those five"
 
 
-def test_all_samples_are_described_in_pages(make_plane):
+def test_all_samples_are_described_in_pages(make_plane, page_of):
+    page_of(4)
     plane = make_plane(preallocate=12)
     put(plane, 5, "x", "y")
     put(plane, 3, "x")
     clear(plane, [2])
     found, after, more = [], None, True
     while more:
-        page = ask(plane, ACTOR, p.Describe, "p", None, None, after, 4)
+        page = ask(plane, ACTOR, p.Describe, "p", None, None, after)
         assert list(page.fields) == [], "the pre-allocated ones have none"
         found.append(indexes(page))
         after, more = found[-1][-1], page.more
     assert found == [[0, 1, 3, 4], [5, 6, 7, 8], [9, 10, 11]]
     seal(plane)
-    assert list(ask(plane, ACTOR, p.Describe, "p", None, None, None, 1).fields) == ["x"], "what all have, not the page"
+    page_of(1)
+    assert list(ask(plane, ACTOR, p.Describe, "p").fields) == ["x"], "what all have, not the page"
     assert indexes(ask(plane, ACTOR, p.Describe, "p", None, None, 10**9)) == []
 
 
-def test_status_is_told_in_pages(plane):
+def test_status_is_told_in_pages(plane, page_of):
+    page_of(2)
     put(plane, 5)
     batch(plane, 3)
-    pages = [ask(plane, ACTOR, p.ConsumptionStatus, "p", "train", False, after, 2) for after in (None, 1, 3, 4)]
+    pages = [ask(plane, ACTOR, p.ConsumptionStatus, "p", "train", False, after) for after in (None, 1, 3, 4)]
     assert [(indexes(page), list(page.status), page.more) for page in pages] == [
         ([0, 1], [1, 1], True), ([2, 3], [1, 0], True), ([4], [0], False), ([], [], False),
     ]  # fmt: skip
-    page = ask(plane, ACTOR, p.FieldStatus, "p", ["x"], False, 1, 2)
+    page = ask(plane, ACTOR, p.FieldStatus, "p", ["x"], False, 1)
     assert (indexes(page), list(page.status), page.columns, page.more) == ([2, 3], [1, 1], 1, True)
 
 
 def test_a_page_of_status_holds_no_more_than_so_many_samples(plane):
     reserved = ask(plane, ROLLOUT, p.Insert, "p", MOST_STATUS + 1)
     assert len(indexes(reserved)) == MOST_STATUS + 1
-    page = ask(plane, ACTOR, p.ConsumptionStatus, "p", "train", False, None, 2**31 - 1)
+    page = ask(plane, ACTOR, p.ConsumptionStatus, "p", "train")
     assert (len(indexes(page)), page.more) == (MOST_STATUS, True)
     page = ask(plane, ACTOR, p.ConsumptionStatus, "p", "train", False, MOST_STATUS - 1)
     assert (len(indexes(page)), page.more) == (1, False)

@@ -85,7 +85,8 @@ def test_ranks_that_come_one_by_one_look_at_few_of_those_that_wait_for_the_next_
     put(plane, 20)
     tokens = [fetch(plane, 1, rank, 0, dp_size=20).token for rank in range(10)]
     for rank in range(10):
-        park(plane, 1, rank, 1, dp_size=20, acks=[tokens[rank]], client=f"rank {rank}")
+        ack(plane, tokens[rank])
+        park(plane, 1, rank, 1, dp_size=20, client=f"rank {rank}")
     for rank in range(10, 20):
         assert looks.of(lambda rank=rank: (batch(plane, 1, rank, 0, dp_size=20), turns(plane))) <= MOST_LOOKS
 
@@ -167,14 +168,6 @@ def test_a_rank_that_names_no_batch_gets_the_next_one_when_it_was_given_the_earl
     publish(plane, [2], "z")
     told = send(plane, ACTOR, p.Fetch, "p", "train", ["x"], 1, 0, 0)
     assert batches(told) == [(ACTOR, [0]), ("unnamed", [2])]
-
-
-def test_a_fetch_that_acknowledges_and_waits_behind_others_gets_a_batch_that_is_there(blocked):
-    token = fetch(blocked, 1, 1, 0).token
-    put(blocked, 14)  # the round of "first"
-    park(blocked, 8, 0, 2, client="next")
-    reply = fetch(blocked, 8, 1, 1, acks=[token], wait_s=9.0)
-    assert len(indexes(reply)) == 8
 
 
 def test_a_round_drawn_with_one_filter_is_told_to_a_rank_that_waits_with_another(plane):

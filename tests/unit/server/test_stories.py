@@ -199,11 +199,9 @@ class Story(Clients):
         last = max([batch for _, batch in view.ledger], default=-1)
         index = draw.randint(max(0, last - 1), last + 1) if plan.names_batch else None
         size = self.sizes[task] if plan.dp_size else draw.randint(1, 3)
-        acks = self.tokens(name, task) if draw.random() < 0.2 else []
-        view.ack(acks, False)
         fetch = p.Fetch(
             self.number(who), name, task, plan.fields, size, rank, index, plan.dp_size, draw.choice(WAITS),
-            acks=acks, with_values=draw.random() < 0.7, mapped=draw.random() < 0.5 and bool(self.config["pages"]),
+            with_values=draw.random() < 0.7, mapped=draw.random() < 0.5 and bool(self.config["pages"]),
         )  # fmt: skip
         self.send(who, fetch, then=self.fetched)
 

@@ -34,8 +34,9 @@ from transfer_queue.storage.messages import (
 from transfer_queue.storage.shm.read import shares_of
 from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
 from transfer_queue.storage.unit.unit import StorageUnit
-from transfer_queue.transport.base import Peer, RawReply
+from transfer_queue.transport.base import Peer
 from transfer_queue.transport.blocking import run_blocking
+from transfer_queue.transport.framing import Message
 from transfer_queue.transport.session import Session
 
 CONTROLLER = Peer("controller", "local://controller")
@@ -64,9 +65,9 @@ class NotedSession:
         self.numbers += 1
         return self.numbers
 
-    async def call_many(self, asks: Sequence[Any], timeout_s: float) -> list[RawReply]:
+    async def call_many(self, asks: Sequence[Any], timeout_s: float) -> list[Message]:
         self.asked.append((list(asks), timeout_s))
-        return [RawReply(p.encode(self.answer), []) for _ in asks]
+        return [Message(request.id, p.encode(self.answer), []) for _, request, _ in asks]
 
     async def post(self, peer: Peer, request: p.Request) -> None:
         self.told.append((peer.name, request))
