@@ -18,7 +18,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_coll
 
 from transfer_queue.errors import ConfigError, InvalidRequestError, ProtocolError, UnsupportedValueError
 from transfer_queue.storage import recycling
-from transfer_queue.storage.copying import AT_ONCE, Copies, Copy
+from transfer_queue.storage.copying import Copies, Copy, copy_now
 from transfer_queue.storage.images import image_of
 from transfer_queue.storage.pack import (
     are_alike,
@@ -107,7 +107,7 @@ class _Options(NamedTuple):
 
     layout: str
     jagged: Jagged
-    copy: Copy = AT_ONCE
+    copy: Copy = copy_now
 
     def shaped(self, made: WireColumn) -> Any:
         """Make the most regular tensor that these contiguous rows allow."""
@@ -165,7 +165,7 @@ def _column(name: str, placed: PlacedColumns, count: int, allow_pickle: bool, op
 def _of_values(values: Sequence[Any], options: _Options) -> Any:
     column = column_of(values)
     if options.layout == "dense" and isinstance(column, torch.Tensor) and column.is_nested:
-        return _of_wire(join_rows(values), options._replace(copy=AT_ONCE))
+        return _of_wire(join_rows(values), options._replace(copy=copy_now))
     return column
 
 

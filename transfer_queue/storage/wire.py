@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transfer_queue.errors import ProtocolError
-from transfer_queue.storage.copying import AT_ONCE, Copy, Spans, copy_rows, copy_spans
+from transfer_queue.storage.copying import Copy, Spans, copy_now, copy_rows, copy_spans
 
 IntArray: TypeAlias = NDArray[np.int64]
 ByteArray: TypeAlias = NDArray[np.uint8]
@@ -318,7 +318,7 @@ def heap(nbytes: int) -> ByteArray:
 
 
 def join(
-    placed: PlacedColumns, count: int, layout: Layout, allocate: Allocate = heap, copy: Copy = AT_ONCE
+    placed: PlacedColumns, count: int, layout: Layout, allocate: Allocate = heap, copy: Copy = copy_now
 ) -> WireColumn:
     """Copy wire columns of this layout, or of its family, into a new one of ``count`` rows, each row to its place."""
     at, column = placed[0]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from transfer_queue.errors import QueueUnreachableError, StorageFullError, TransferQueueError, UnitLostError
 from transfer_queue.protocol import LONGEST_WAIT_S, UnitRuns, pack_indexes
-from transfer_queue.storage.copying import AT_ONCE, Copies, Copy
+from transfer_queue.storage.copying import Copies, Copy, copy_now
 from transfer_queue.storage.messages import (
     Abort,
     Columns,
@@ -78,7 +78,7 @@ class UnitWrite:
     def packed(self, session: Session) -> tuple[Columns, list[Any]]:
         """Return the message's columns and frames, after a copy into the arena of the columns that lie there."""
         if not self.lease_call:
-            return self._packed(AT_ONCE)
+            return self._packed(copy_now)
         with session.using_memory():
             copies = Copies(into_mapped=True)
             made = self._packed(copies)
