@@ -111,11 +111,6 @@ class WireColumn:
         return column
 
     @property
-    def row_meta_frame(self) -> IntArray | None:
-        """``row_meta`` as a message frame."""
-        return None if self.row_meta is None else np.ascontiguousarray(self.row_meta).reshape(-1)
-
-    @property
     def nbytes(self) -> int:
         if self.row_meta is None:
             return self.data.nbytes
@@ -155,12 +150,7 @@ class WireColumn:
         """[rows] bytes of each row."""
         if self.layout.kind == "dense":
             return np.full(self.rows, self.layout.row_nbytes)
-        assert self.row_meta is not None
-        if self.layout.kind == "objects":
-            return np.diff(self.row_meta)
-        entries = self.row_meta[:, 0] if self.row_meta.shape[1] == 1 else self.row_meta.prod(axis=1)
-        sizes: IntArray = entries * self.layout.itemsize
-        return sizes
+        return np.diff(self.bounds)
 
     def start_of(self, row: int) -> int:
         """The byte of ``data`` where this row begins and the previous one ends."""
@@ -213,10 +203,8 @@ class WireColumn:
             return self.slice(rows.start, rows.stop)
         if self.row_meta is None:
             return WireColumn(self.layout, len(rows), self.data, selection=rows)
-        starts, sizes = self.bounds[rows], None
-        if self.layout.kind == "objects":
-            sizes = running_sum(self.bounds[rows + 1] - starts)
-        row_meta = self.row_meta[rows] if sizes is None else sizes
+        starts, is_ragged = self.bounds[rows], self.layout.kind == "ragged"
+        row_meta = self.row_meta[rows] if is_ragged else running_sum(self.bounds[rows + 1] - starts)
         return WireColumn(self.layout, len(rows), self.data, row_meta, selection=starts)
 
 
@@ -292,18 +280,16 @@ def as_run(positions: Positions | NDArray[Any]) -> Positions:
     if count == 0:
         return slice(0, 0)
     first = int(positions[0])
-    if int(positions[-1]) - first == count - 1 and (count < 3 or _is_ascending_by_one(positions)):
+    if int(positions[-1]) - first != count - 1:
+        return positions
+    # np.diff(...) and .all() take twice as long for a few hundred numbers.
+    if count < 3 or int(np.count_nonzero(positions[1:] - positions[:-1] == 1)) == count - 1:
         return slice(first, first + count)
     return positions
 
 
 def count_of(positions: slice | NDArray[Any]) -> int:
     return positions.stop - positions.start if isinstance(positions, slice) else len(positions)
-
-
-def _is_ascending_by_one(numbers: NDArray[Any]) -> bool:
-    # np.diff(...) and .all() take twice as long for a few hundred numbers.
-    return int(np.count_nonzero(numbers[1:] - numbers[:-1] == 1)) == len(numbers) - 1
 
 
 def distinct(numbers: IntArray) -> IntArray:

@@ -91,7 +91,7 @@ class UnitWrite:
             nbytes = self._sizes.get(name)
             if nbytes is not None and self.lease_call and self._arena is not None:
                 stored = column.stored_in(self._arena.view(offset, nbytes), self._rows, copy)
-                packer.add_at(name, slice(0, self._count), stored, offset)
+                packer.add(name, slice(0, self._count), stored, offset)
                 offset += whole_pages(nbytes)
                 continue
             packer.add(name, slice(0, self._count), column.wire_column().slice(self._rows.start, self._rows.stop))
