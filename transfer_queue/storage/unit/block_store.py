@@ -12,7 +12,7 @@ from transfer_queue.errors import StorageKeyNotFoundError
 from transfer_queue.storage.messages import FieldColumns, Located
 from transfer_queue.storage.unit.field_blocks import STEP_NBYTES, Block, FieldBlocks, HeldBlocks
 from transfer_queue.storage.unit.spill import SPILL_STEP_NBYTES, SpillFile
-from transfer_queue.storage.wire import Allocate, ByteArray, IntArray, Positions, WireColumn, as_run, distinct, heap
+from transfer_queue.storage.wire import Allocate, ByteArray, IntArray, Positions, as_run, distinct, heap
 
 
 class BlockStore(HeldBlocks):
@@ -71,33 +71,24 @@ class BlockStore(HeldBlocks):
             StorageKeyNotFoundError: a value was cleared or never written.
         """
         located: Located = []
-        for name, field, slots, whole in self._found(indexes, fields):
-            if whole is None:
-                located += [(name, *block) for block in field.located(slots)]
-            else:
-                column, rows = whole
-                located.append((name, column, slice(0, len(slots)), rows))
-        return located
-
-    def _found(
-        self, indexes: IntArray, fields: Sequence[str]
-    ) -> Iterator[tuple[str, FieldBlocks, IntArray, tuple[WireColumn, slice] | None]]:
-        """(field name, blocks, slots, (block, rows) if one block without dead rows holds all slots in order)."""
         slots = self._table.find(indexes)
         run = as_run(slots)
         known = run if isinstance(run, slice) and run.start >= 0 and len(slots) else None
         for name in fields:
             field = self._fields.get(name)
-            whole = None if field is None or known is None else field.whole(known)
-            if whole is None:
-                missing = indexes if field is None else indexes[field.missing(slots)]
-                if len(missing):
-                    raise StorageKeyNotFoundError(
-                        f"no value of field {name!r} for sample {missing[0]} ({len(missing)} of the {len(indexes)} "
-                        f"samples asked for lack it here): it was cleared, or never put. Fetch metadata anew."
-                    )
+            if field is not None and known is not None and (whole := field.whole(known)) is not None:
+                column, rows = whole
+                located.append((name, column, slice(0, len(slots)), rows))
+                continue
+            missing = indexes if field is None else indexes[field.missing(slots)]
+            if len(missing):
+                raise StorageKeyNotFoundError(
+                    f"no value of field {name!r} for sample {missing[0]} ({len(missing)} of the {len(indexes)} "
+                    f"samples asked for lack it here): it was cleared, or never put. Fetch metadata anew."
+                )
             if field is not None:
-                yield name, field, slots, whole
+                located += [(name, *block) for block in field.located(slots)]
+        return located
 
     def lacking(self, indexes: IntArray, fields: Iterable[str]) -> dict[str, IntArray]:
         """By field, which of the indexes have no value."""
@@ -181,15 +172,18 @@ class BlockStore(HeldBlocks):
 
     def pack(self) -> None:
         """Compact all blocks with dead rows: small ones now, large ones by later calls of ``move``."""
-        if self.held_nbytes > self.live_nbytes:
-            for field in self._fields.values():
-                field.pack()
+        for field, block in self._with_dead_rows():
+            field.compact(block)
 
     def squeeze(self) -> None:
         """Compact all blocks with dead rows now."""
-        if self.held_nbytes > self.live_nbytes:
-            for field in self._fields.values():
-                field.squeeze()
+        for field, block in self._with_dead_rows():
+            field.rewrite([block])
+
+    def _with_dead_rows(self) -> list[tuple[FieldBlocks, Block]]:
+        if self.held_nbytes == self.live_nbytes:
+            return []
+        return [(field, block) for field in self._fields.values() for block in field.with_dead_rows()]
 
 
 def _is_all(positions: Positions, count: int) -> bool:

@@ -166,8 +166,9 @@ class FieldBlocks:
             stale = np.flatnonzero(self._row_of[slots] != np.arange(column.rows))
             if len(stale):
                 self._kill(block, stale)
-        if block.family is not None:
-            self._merge_small(block.family)
+        small = {} if block.family is None else self._small.get(block.family, {})
+        if len(small) >= _MERGE_BLOCKS:
+            self.rewrite(list(small.values()))
         return fresh
 
     def whole(self, run: slice) -> tuple[WireColumn, slice] | None:
@@ -190,24 +191,16 @@ class FieldBlocks:
         for number, at in groups(numbers):
             self._kill(self._blocks[number], rows[at])
 
-    def pack(self) -> None:
-        """Compact blocks with dead rows: small ones now, large ones by later calls of ``move``."""
-        for block in self._with_dead_rows():
-            self._compact(block)
-
-    def squeeze(self) -> None:
-        """Compact all blocks with dead rows now."""
-        for block in self._with_dead_rows():
-            self._rewrite([block])
-
-    def _with_dead_rows(self) -> list[Block]:
+    def with_dead_rows(self) -> list[Block]:
+        """Those in memory."""
         return [block for block in self._blocks.values() if block.live < block.column.rows and not block.on_disk]
 
-    def _compact(self, block: Block) -> None:
+    def compact(self, block: Block) -> None:
+        """Drop its dead rows: now if it is small, else by later calls of ``move``."""
         if block.on_disk and block.column.nbytes > SPILL_STEP_NBYTES * block.column.rows:
             return  # one row would be too long a step
         if block.live_nbytes <= self._step_of(block):
-            self._rewrite([block])
+            self.rewrite([block])
         elif block not in self._held.moving and not block.stays:
             block.left = 0
             self._held.moving[block] = self
@@ -255,7 +248,7 @@ class FieldBlocks:
             return
         block.stays = False
         if block.mostly_dead:
-            self._compact(block)
+            self.compact(block)
 
     def _mark_dead(self, block: Block, rows: NDArray[np.integer]) -> None:
         nbytes = block.column.rows_nbytes(rows)
@@ -309,12 +302,7 @@ class FieldBlocks:
             if not small:
                 del self._small[block.family]
 
-    def _merge_small(self, family: Layout) -> None:
-        small = self._small.get(family, {})
-        if len(small) >= _MERGE_BLOCKS:
-            self._rewrite(list(small.values()))
-
-    def _rewrite(self, blocks: Sequence[Block]) -> None:
+    def rewrite(self, blocks: Sequence[Block]) -> None:
         """Copy the live rows of these blocks, all of one family, into one new block.
 
         Without memory they stay as they are: the dead rows take room, but nothing is wrong.
