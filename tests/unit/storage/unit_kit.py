@@ -13,7 +13,6 @@ import numpy as np
 from transfer_queue.calls import Answer, Call, Turn
 from transfer_queue.protocol import Done, Reply, Request, pack_indexes
 from transfer_queue.storage.messages import (
-    AskUnitStats,
     Columns,
     Commit,
     Delete,
@@ -133,8 +132,7 @@ class Asker:
 
     def stats(self) -> dict[str, Any]:
         """All numbers but those that are 0."""
-        ((_, answer),) = self.ask(AskUnitStats(self.number()))
-        return {name: value for name, value in msgspec.structs.asdict(answer).items() if value and name != "id"}
+        return {name: value for name, value in msgspec.structs.asdict(self.unit.stats()).items() if value}
 
 
 def answers(replies: list[UnitReply]) -> Answers:

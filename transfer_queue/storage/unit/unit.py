@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from transfer_queue.calls import Call, Calls, Steps, Verb, Wait
@@ -26,7 +25,6 @@ from transfer_queue.storage.messages import (
     PAGE_NBYTES,
     Abort,
     AskHeld,
-    AskUnitStats,
     Columns,
     Commit,
     Delete,
@@ -120,7 +118,6 @@ class StorageUnit:
             EndWrite: self._end_write,
             EndSession: self._end_session,
             AskHeld: self._held,
-            AskUnitStats: self._stats,
         }
         self.share(Calls())
 
@@ -144,17 +141,15 @@ class StorageUnit:
         return min(trims, default=None)
 
     def trim(self, now: float) -> None:
-        """Return memory that was free for a while."""
-        self.tick(now)
+        """The time is ``now``. Return memory that was free for a while."""
         for arena in self._arenas:
-            if (trim := arena.next_trim()) is not None and trim <= now:
-                arena.trim(now)
+            arena.trim(now)
 
     # ---- clients that were evicted ----
 
     def evict(self, client: str) -> None:
         """The client may still copy into its leases or from its pins: their memory is not reused while it lives."""
-        held = [each for call in self.calls.of(client) for each in call.holdings if isinstance(each, Memory)]
+        held = [each for call, each in self.calls.holdings(Memory) if call.client == client]
         self._evicted.setdefault(client, []).extend(extent for each in held for extent in each.extents)
 
     def process_gone(self, client: str) -> None:
@@ -165,12 +160,11 @@ class StorageUnit:
 
     def holders(self) -> dict[str, tuple[int, int]]:
         """Per client, the number of its leases and of its pins."""
-        found = {}
-        for client in self.calls.clients():
-            held = [each for call in self.calls.of(client) for each in call.holdings if isinstance(each, Memory)]
-            if held:
-                leases = sum(isinstance(each, MemoryLease) for each in held)
-                found[client] = leases, len(held) - leases
+        found: dict[str, tuple[int, int]] = {}
+        for call, each in self.calls.holdings(Memory):
+            leases, pins = found.get(call.client, (0, 0))
+            is_lease = isinstance(each, MemoryLease)
+            found[call.client] = leases + is_lease, pins + (not is_lease)
         return found
 
     def waiting(self, now: float) -> list[dict[str, Any]]:
@@ -207,9 +201,6 @@ class StorageUnit:
             spilled_nbytes=store.spilled_nbytes,
             spill_bytes=0 if self._file is None else self._file.nbytes,
         )
-
-    def _stats(self, call: Call, request: AskUnitStats) -> Reply:
-        return msgspec.structs.replace(self.stats(), id=request.id)
 
     def _allocate(self, nbytes: int) -> ByteArray:
         memory = None
