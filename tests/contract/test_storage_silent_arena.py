@@ -18,6 +18,7 @@ import torch
 from tensordict import TensorDict
 
 from tests.contract.storage_kit import Backend, hosted, meta
+from transfer_queue.storage.base import RowsOf
 from transfer_queue.storage.messages import PAGE_NBYTES
 from transfer_queue.storage.shm.connect import UnitConnection
 from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
@@ -50,7 +51,7 @@ async def put(manager: SharedMemoryManager) -> None:
 
 
 async def get(manager: SharedMemoryManager) -> None:
-    assert torch.equal((await manager.get_rows(range(64), ["x"]))["x"], torch.arange(64))
+    assert torch.equal((await manager.read(RowsOf(range(64), ["x"]), None, None))["x"], torch.arange(64))
 
 
 async def stored(manager: SharedMemoryManager) -> None:

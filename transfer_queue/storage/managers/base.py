@@ -102,9 +102,7 @@ class KVStorageManager(StorageManager):
         return from_rows({name: values[at * count : (at + 1) * count] for at, name in enumerate(names)}, count, layout)
 
     async def clear_data(self, metadata: HasRows) -> None:
-        await self.clear_rows(metadata.global_indexes)
-
-    async def clear_rows(self, indexes: Sequence[int]) -> None:
+        indexes = metadata.global_indexes
         keys, metas = list[str](), list[Any]()
         for name, own in (await self._references.held(indexes)).items():
             keys += _keys(own.tolist(), name)

@@ -178,25 +178,19 @@ class SharedMemoryManager(StorageManager):
             )
         return await self.read(metadata, None, None)
 
-    async def read(self, metadata: HasRows, units: Places | None, layout: str | None) -> TensorDict:
-        return await self.get_rows(metadata.global_indexes, metadata.field_names, layout, units)
-
     async def clear_data(self, metadata: HasRows) -> None:
-        await self.clear_rows(metadata.global_indexes)
+        """In every unit, because values that were put again may lie in several."""
+        wanted = as_indexes(metadata.global_indexes)
+        if len(wanted):
+            await self._ask_all(lambda: Delete(self.session.number(), pack_indexes(wanted)), Deleted)
 
-    async def get_rows(
-        self,
-        indexes: Sequence[int],
-        fields: Iterable[str],
-        layout: str | None = None,
-        units: Places | None = None,
-    ) -> TensorDict:
-        """``read`` without metadata. ``units``: by field, where the rows lie; None: all in unit 0."""
+    async def read(self, metadata: HasRows, units: Places | None, layout: str | None) -> TensorDict:
+        """``units`` None: all rows lie in unit 0."""
         from transfer_queue.storage.unpack import check_layout, unpack
 
         layout = layout or self.layout
         check_layout(layout)
-        wanted, names = as_indexes(indexes), sorted(set(fields))
+        wanted, names = as_indexes(metadata.global_indexes), sorted(set(metadata.field_names))
         if not len(wanted) or not names:
             return unpack({}, len(wanted), layout, self._allow_pickle)
         result = ReadResult(self.session, names)
@@ -247,12 +241,6 @@ class SharedMemoryManager(StorageManager):
             raise
         return units
 
-    async def clear_rows(self, indexes: Sequence[int]) -> None:
-        """In every unit, because values that were put again may lie in several."""
-        wanted = as_indexes(indexes)
-        if len(wanted):
-            await self._ask_all(lambda: Delete(self.session.number(), pack_indexes(wanted)), Deleted)
-
     async def held(self, indexes: Sequence[int]) -> dict[str, IntArray]:
         """Return by field which of these samples have a value. Fields that none of them has are left out."""
         wanted, found = as_indexes(indexes), dict[str, list[IntArray]]()
@@ -266,23 +254,16 @@ class SharedMemoryManager(StorageManager):
 
         A unit that does not answer, such as one that is dying, is left out.
         """
-        units = [unit for _, unit in await self._units.all()]
-        try:
-            return await self._stats_of(units)
-        except QueueUnreachableError as error:
-            found, failed = list[UnitStats](), error
-        for unit in units:
+        found, failed = list[UnitStats](), None
+        for _, unit in await self._units.all():
             try:
-                found += await self._stats_of([unit])
+                (own,) = await self._ask([unit], lambda: AskUnitStats(self.session.number()), UnitStats)
+                found.append(msgspec.structs.replace(own, path=unit.path))
             except QueueUnreachableError as error:
                 failed = error
-        if not found:
+        if failed is not None and not found:
             raise failed
         return found
-
-    async def _stats_of(self, units: Sequence[UnitConnection]) -> list[UnitStats]:
-        answers = await self._ask(units, lambda: AskUnitStats(self.session.number()), UnitStats)
-        return [msgspec.structs.replace(own, path=unit.path) for own, unit in zip(answers, units, strict=True)]
 
     async def close(self) -> None:
         self._units.close()
