@@ -153,13 +153,18 @@ def _column(name: str, placed: PlacedColumns, count: int, allow_pickle: bool, op
         return options.jagged.even(flat, count, first.shape[0])
     if first.kind != "objects" and len({wire.layout.family for _, wire in placed}) == 1:
         return options.shaped(join(placed, count, first.family, recycling.empty, options.copy))
+    return _of_values(values_in(placed, count, name, allow_pickle), options)
+
+
+def values_in(placed: PlacedColumns, count: int, field: str, allow_pickle: bool = False) -> list[Any]:
+    """One value per row, of columns of any layouts. Raises what ``decode_rows`` raises."""
     values: list[Any] = [None] * count
     for positions, wire in placed:
         where = range(count)[positions] if isinstance(positions, slice) else positions.tolist()
-        decoded = decode_rows(wire, name, allow_pickle) if wire.layout == OBJECTS else rows_of(wire)
+        decoded = decode_rows(wire, field, allow_pickle) if wire.layout == OBJECTS else rows_of(wire)
         for position, value in zip(where, decoded, strict=True):
             values[position] = value
-    return _of_values(values, options)
+    return values
 
 
 def _of_values(values: Sequence[Any], options: _Options) -> Any:
@@ -188,16 +193,11 @@ def _warn_of_nested_tensors_once() -> None:
 
 def rows_of(column: WireColumn) -> list[torch.Tensor]:
     """Return one tensor per row of a dense or ragged wire column, each in memory of its own."""
-    ragged, dtype = column.as_ragged(), dtype_of(column.layout.dtype)
-    if not column.layout.shape:
-        numbers = from_bytes(column.data.copy(), dtype, (-1,))
-        return list((numbers if column.selection is None else numbers[torch.from_numpy(column.selection)]).unbind())
-    assert ragged.row_meta is not None
-    starts, shapes = ragged.starts, ragged.row_meta
-    stops = starts + shapes.prod(axis=1) * column.layout.itemsize
+    starts, shapes, dtype = column.starts, column.as_ragged().row_meta, dtype_of(column.layout.dtype)
+    assert shapes is not None
     return [
-        from_bytes(ragged.data[start:stop].copy(), dtype, shape)
-        for start, stop, shape in zip(starts.tolist(), stops.tolist(), shapes.tolist(), strict=True)
+        from_bytes(column.data[start:stop].copy(), dtype, shape)
+        for start, stop, shape in zip(starts.tolist(), (starts + column.sizes).tolist(), shapes.tolist(), strict=True)
     ]
 
 

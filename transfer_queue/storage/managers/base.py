@@ -136,16 +136,13 @@ class KVStorageManager(StorageManager):
 
     async def _referred(self, indexes: Sequence[int] | IntArray, names: Sequence[str]) -> dict[str, list[_Reference]]:
         """Raises StorageKeyNotFoundError for a value that was cleared or never put."""
-        from transfer_queue.storage.unpack import decode_rows
+        from transfer_queue.storage.unpack import values_in
 
-        found: dict[str, list[Any]] = {name: [None] * len(indexes) for name in names}
         async with self._references.stored(indexes, names) as stored:  # type: ignore[arg-type]
-            for name, placed in stored.items():
-                for positions, column in placed:
-                    where = range(len(indexes))[positions] if isinstance(positions, slice) else positions.tolist()
-                    for position, reference in zip(where, decode_rows(column, name), strict=True):
-                        found[name][position] = _Reference(*reference)
-        return found
+            return {
+                name: [_Reference(*each) for each in values_in(placed, len(indexes), name)]
+                for name, placed in stored.items()
+            }
 
 
 def _keys(indexes: Sequence[int], field: str) -> list[str]:
