@@ -28,6 +28,7 @@ from transfer_queue.storage.wire import (
     WireColumn,
     join,
     running_sum,
+    runs_within,
 )
 
 INT64 = np.dtype("<i8")
@@ -173,7 +174,7 @@ class BlockReader:
             edges = np.arange(self._block.rows + 1) * layout.row_nbytes
         else:
             edges = self._offsets * (layout.itemsize if layout.kind == "ragged" else 1)
-        cuts = _cuts(edges, most_nbytes)
+        cuts = runs_within(edges, most_nbytes, MOST_ROWS)
         sizes = (int(edges[stop] - edges[start]) for start, stop in cuts)
         for (start, stop), data in zip(cuts, self._values.chunks(sizes, self._skip), strict=True):
             try:
@@ -209,14 +210,3 @@ class BlockReader:
         shapes = np.diff(self._offsets[start : stop + 1]) if self._shapes is None else self._shapes[start:stop]
         row_meta: IntArray = np.ascontiguousarray(shapes).reshape(-1)
         return row_meta
-
-
-def _cuts(edges: IntArray, most_nbytes: int) -> list[tuple[int, int]]:
-    """Split the rows into runs of about ``most_nbytes``, of ``MOST_ROWS`` rows at most and one row at least."""
-    cuts, start, count = [], 0, len(edges) - 1
-    while start < count:
-        stop = int(np.searchsorted(edges, edges[start] + most_nbytes, side="right")) - 1
-        stop = min(max(stop, start + 1), start + MOST_ROWS, count)
-        cuts.append((start, stop))
-        start = stop
-    return cuts

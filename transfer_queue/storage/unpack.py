@@ -34,6 +34,7 @@ from transfer_queue.storage.unpack_fast import Jagged, batch, object_column
 from transfer_queue.storage.wire import (
     OBJECTS,
     PICKLE_SWITCH,
+    ByteArray,
     Code,
     PlacedColumns,
     WireColumn,
@@ -281,6 +282,11 @@ def decode_rows(column: WireColumn, field: str, allow_pickle: bool = False) -> l
         return [decode(payload[start:stop]) for start, stop in pairwise(edges)]
     except msgspec.DecodeError as error:
         raise ProtocolError(f"a value of field {field!r} can't be decoded: {error}") from error
+
+
+def decode_value(data: ByteArray, field: str, allow_pickle: bool = False) -> Any:
+    """Decode one row. Raises what ``decode_rows`` raises."""
+    return decode_rows(WireColumn(OBJECTS, 1, data, np.array([0, len(data)])), field, allow_pickle)[0]
 
 
 @functools.lru_cache(1024)

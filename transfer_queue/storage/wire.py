@@ -220,6 +220,20 @@ def running_sum(numbers: NDArray[np.int64]) -> IntArray:
     return sums
 
 
+def runs_within(bounds: IntArray, most_nbytes: int, most_rows: int) -> list[tuple[int, int]]:
+    """Cut rows with these [rows + 1] bounds into runs of at most so many bytes and rows, and of at least one row.
+
+    Returns (first row, one past the last) of each.
+    """
+    runs, start, count = [], 0, len(bounds) - 1
+    while start < count:
+        stop = int(np.searchsorted(bounds, bounds[start] + most_nbytes, side="right")) - 1
+        stop = min(max(stop, start + 1), start + most_rows, count)
+        runs.append((start, stop))
+        start = stop
+    return runs
+
+
 def _row_meta(layout: Layout, rows: int, buffer: Any) -> IntArray:
     try:
         flat: IntArray = np.frombuffer(buffer, np.int64)
