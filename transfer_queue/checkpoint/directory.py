@@ -56,7 +56,8 @@ class Staging:
         """
         try:
             repair(self.target)
-            self._check_target()
+            if self.target.exists():
+                refuse_foreign(self.target, os.listdir(self.target))
             self.target.parent.mkdir(parents=True, exist_ok=True)
             if self.path.exists():  # left by a killed save
                 with _locked(self.path):
@@ -69,25 +70,18 @@ class Staging:
     def __enter__(self) -> Staging:
         return self
 
-    def _check_target(self) -> None:
-        if self.target.exists():
-            refuse_foreign(self.target, os.listdir(self.target))
-
     def commit(self) -> None:
-        """Sync the complete files and swap them in."""
-        try:
-            old = _sibling(self.target, ".old")
-            _remove(old)
-            for directory, _, files in os.walk(self.path):
-                for name in (*files, "."):
-                    sync(Path(directory) / name)
-            if self.target.exists():
-                os.rename(self.target, old)
-            os.rename(self.path, self.target)
-            sync(self.target.parent)
-            _remove(old)
-        except OSError as error:
-            raise self._failed(error) from error
+        """Sync the complete files and swap them in. The context that it is called in explains an OSError."""
+        old = _sibling(self.target, ".old")
+        _remove(old)
+        for directory, _, files in os.walk(self.path):
+            for name in (*files, "."):
+                sync(Path(directory) / name)
+        if self.target.exists():
+            os.rename(self.target, old)
+        os.rename(self.path, self.target)
+        sync(self.target.parent)
+        _remove(old)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

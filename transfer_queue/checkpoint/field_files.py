@@ -131,18 +131,13 @@ class _BlockWriter:
 
 def joined(placed: PlacedColumns, layout: Layout) -> tuple[IntArray, WireColumn]:
     """Join the rows, by ascending position, into one wire column of this layout. Returns (positions, column)."""
-    if layout.kind == "ragged":
-        placed = [(positions, column.as_ragged()) for positions, column in placed]
     given = [np.arange(at.start, at.stop) if isinstance(at, slice) else at for at, _ in placed]
-    where = np.concatenate(given)
-    if len(placed) == 1 and placed[0][1].selection is None and (np.diff(where) > 0).all():
-        return where, placed[0][1]
-    order = np.argsort(where, kind="stable")
-    rank = np.empty(len(where), np.int64)
-    rank[order] = np.arange(len(where))
-    ranks = np.split(rank, np.cumsum([len(each) for each in given])[:-1])
-    ranked = [(own, column) for own, (_, column) in zip(ranks, placed, strict=True)]
-    return where[order], join(ranked, len(where), layout)
+    where = np.sort(np.concatenate(given))
+    only = placed[0][1]
+    if len(placed) == 1 and only.selection is None and np.array_equal(where, given[0]):
+        return where, only.as_ragged() if layout.kind == "ragged" else only
+    ranked = [(np.searchsorted(where, own), column) for own, (_, column) in zip(given, placed, strict=True)]
+    return where, join(ranked, len(where), layout)
 
 
 class BlockReader:

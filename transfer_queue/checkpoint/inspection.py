@@ -39,7 +39,7 @@ def describe_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -
         {'x': {'samples': 4, 'dtype': 'int64', 'shape': (1,), 'nbytes': 160}}
     """
     with _opened(path) as opened:
-        nbytes = {} if opened.values is None else opened.values.nbytes()
+        nbytes = {} if opened.values is None else opened.values.nbytes
         if verify and opened.values is not None:
             opened.values.verify()
         return {

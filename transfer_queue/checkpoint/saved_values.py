@@ -141,18 +141,15 @@ class SavedValues:
         manifest = _decoded(SavedFile(root, expected).whole())
         self.blocks: dict[tuple[str, str], list[BlockReader]] = {}
         """By partition and field."""
-        self._nbytes: dict[tuple[str, str], int] = {}
+        self.nbytes: dict[tuple[str, str], int] = {}
+        """By partition and field, the size of its files of values."""
         for partition, saved in zip_longest(manifest.partitions, state.samples()):
             if partition is None or saved is None or partition.name != saved.partition:
                 raise CheckpointError(f"{root / VALUES} is about other partitions than the saved state of the queue.")
             blocks = _blocks(root / plain(partition.directory), partition, saved)
             for field in partition.fields:
-                self.blocks[partition.name, field.name] = [block for name, block in blocks if name == field.name]
-                self._nbytes[partition.name, field.name] = sum(block.values.nbytes for block in field.blocks)
-
-    def nbytes(self) -> dict[tuple[str, str], int]:
-        """{(partition, field): size of its files of values}."""
-        return dict(self._nbytes)
+                self.blocks[partition.name, field.name] = blocks[field.name]
+                self.nbytes[partition.name, field.name] = sum(block.values.nbytes for block in field.blocks)
 
     def verify(self) -> None:
         """Read everything. Raises CheckpointError for the first file that differs from what was written."""
@@ -210,22 +207,22 @@ async def _chunk_nbytes(storage: StorageManager) -> int:
     return min([READ_NBYTES, *(max(1, most // _SHARE_OF_UNIT) for most in capacities if most is not None)])
 
 
-def _blocks(directory: Path, partition: PartitionFiles, saved: SavedSamples) -> list[tuple[str, BlockReader]]:
+def _blocks(directory: Path, partition: PartitionFiles, saved: SavedSamples) -> dict[str, list[BlockReader]]:
+    """By field. Raises CheckpointError if they are of other samples or fields."""
     samples, rows = saved.samples, saved.rows
     found = SavedFile(directory, partition.samples).array(INT64, (len(samples),))
     if not np.array_equal(found, samples) or {field.name for field in partition.fields} != set(rows):
         raise CheckpointError(
             f"partition {partition.name!r}: the values are of other samples or fields than its state."
         )
-    blocks = []
+    blocks = {}
     for field in partition.fields:
-        own = [BlockReader(directory, block, samples) for block in field.blocks]
+        own = blocks[field.name] = [BlockReader(directory, block, samples) for block in field.blocks]
         held = np.sort(np.concatenate([block.samples for block in own])) if own else np.empty(0, np.int64)
         if not np.array_equal(held, samples[rows[field.name]]):
             raise CheckpointError(
                 f"partition {partition.name!r}: the values of field {field.name!r} are not all there."
             )
-        blocks += [(field.name, block) for block in own]
     return blocks
 
 
