@@ -287,17 +287,7 @@ def as_bytes(tensor: torch.Tensor) -> ByteArray:
     tensor = resolved(tensor)
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         tensor = tensor.cpu().contiguous()
-    if tensor.dtype in _KNOWN_TO_NUMPY:
-        return tensor.numpy().reshape(-1).view(np.uint8)
     return tensor.reshape(-1).view(torch.uint8).numpy()
-
-
-_KNOWN_TO_NUMPY = frozenset(
-    (
-        torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-        torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128,
-    )
-)  # fmt: skip
 
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
