@@ -8,7 +8,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -46,7 +46,7 @@ class Staging:
     def __init__(self, target: str | os.PathLike[str]) -> None:
         self.target = _resolved(target)
         self.path = _sibling(self.target, ".tmp")
-        self._lock = -1
+        self._lock = ExitStack()
 
     def begin(self) -> None:
         """Create the temporary directory.
@@ -63,7 +63,7 @@ class Staging:
                 with _locked(self.path):
                     _remove(self.path)
             self.path.mkdir()
-            self._lock = _lock(self.path)
+            self._lock.enter_context(_locked(self.path))
         except OSError as error:
             raise self._failed(error) from error
 
@@ -90,7 +90,7 @@ class Staging:
             shutil.rmtree(self.path, ignore_errors=True)
             with contextlib.suppress(OSError):  # the first error is the one to report
                 repair(self.target)
-        os.close(self._lock)
+        self._lock.close()
         if isinstance(error, OSError) and not isinstance(error, TransferQueueError):
             raise self._failed(error) from error
 
@@ -165,24 +165,18 @@ def discard(target: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def _locked(staged: Path) -> Iterator[None]:
-    lock = _lock(staged)
+    """The directory of a save that runs; the lock ends with its process."""
+    lock = os.open(staged, os.O_RDONLY)
     try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(f"another process is saving a checkpoint there now: {staged} is in use.") from error
+        except OSError:
+            pass  # the file system has no locks: users must not save twice to one place at the same time
         yield
     finally:
         os.close(lock)
-
-
-def _lock(staged: Path) -> int:
-    """Lock the directory while a save runs; the lock ends with its process."""
-    lock = os.open(staged, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(lock)
-        raise CheckpointError(f"another process is saving a checkpoint there now: {staged} is in use.") from error
-    except OSError:
-        pass  # the file system has no locks: users must not save twice to one place at the same time
-    return lock
 
 
 def _remove(path: Path) -> None:

@@ -114,7 +114,8 @@ class BatchMeta(Annotations):
         check_length("custom_meta", custom_meta, size)
         check_length("_custom_backend_meta", _custom_backend_meta, size)
         check_length("padding_mask", padding_mask, size)
-        self.production_status = _status(production_status, size)
+        status = np.zeros(size) if production_status is None else production_status
+        self.production_status = np.array(status, dtype=np.int8)
         self.custom_meta = [{} for _ in range(size)] if custom_meta is None else list(map(dict, custom_meta))
         self._custom_backend_meta = (
             [{} for _ in range(size)] if _custom_backend_meta is None else list(map(dict, _custom_backend_meta))
@@ -422,10 +423,6 @@ class BatchMeta(Annotations):
 _ATTRIBUTES = (*Annotations.__slots__, *BatchMeta.__slots__)
 # Not the snapshot of the tags and the unread batches: they say how the batch came about, not what it is.
 _COMPARED = tuple(name for name in _ATTRIBUTES if name not in ("_tags_as_made", "most_rows", "unread"))
-
-
-def _status(status: Any, size: int) -> NDArray[np.int8]:
-    return np.zeros(size, dtype=np.int8) if status is None else np.array(status, dtype=np.int8)
 
 
 def _merged_rows(mine: list[Tags], theirs: list[Tags]) -> list[Tags]:

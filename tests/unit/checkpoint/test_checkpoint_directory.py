@@ -66,7 +66,7 @@ def interrupted_save(target: Path, monkeypatch: pytest.MonkeyPatch, number: int)
             return True
         finally:
             if staging is not None:
-                os.close(staging._lock)  # as the kernel does for a process that ended
+                staging._lock.close()  # as the kernel does for a process that ended
     return False
 
 
