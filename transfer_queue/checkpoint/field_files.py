@@ -20,7 +20,6 @@ from transfer_queue.checkpoint.files import (
 )
 from transfer_queue.errors import CheckpointError, ProtocolError
 from transfer_queue.storage.wire import (
-    OBJECTS,
     IntArray,
     Layout,
     PlacedColumns,
@@ -104,9 +103,7 @@ class _BlockWriter:
     def add(self, samples: IntArray, column: WireColumn) -> None:
         self._samples.append(samples)
         self._values.write(column.data)
-        if self._layout.kind == "objects":
-            self._row_meta.append(np.diff(column.bounds))
-        elif column.row_meta is not None:
+        if column.row_meta is not None:
             self._row_meta.append(column.row_meta)
 
     def close(self, all_samples: IntArray) -> BlockFiles:
@@ -114,9 +111,9 @@ class _BlockWriter:
         count = len(samples)
         if self._layout.kind != "dense":
             row_meta = np.concatenate(self._row_meta)
-            sizes = row_meta if row_meta.ndim == 1 else row_meta.prod(axis=1)
+            sizes = row_meta.prod(axis=1)
             offsets = self._write("offsets", running_sum(sizes))
-            shapes = self._write("shapes", row_meta) if row_meta.ndim == 2 and row_meta.shape[1] > 1 else None
+            shapes = self._write("shapes", row_meta) if row_meta.shape[1] > 1 else None
             count = int(sizes.sum())
         values = self._values.finish(count) if isinstance(self._values, GrowingArray) else self._values.close()
         own = None if np.array_equal(samples, all_samples) else self._write("samples", samples)
@@ -168,7 +165,7 @@ class BlockReader:
         if self._offsets is None:
             edges = np.arange(self._block.rows + 1) * layout.row_nbytes
         else:
-            edges = self._offsets * (layout.itemsize if layout.kind == "ragged" else 1)
+            edges = self._offsets * layout.itemsize
         cuts = runs_within(edges, most_nbytes, MOST_ROWS)
         sizes = (int(edges[stop] - edges[start]) for start, stop in cuts)
         for (start, stop), data in zip(cuts, self._values.chunks(sizes, self._skip), strict=True):
@@ -191,7 +188,7 @@ class BlockReader:
         if layout.kind != "objects":
             shape = (end, *layout.shape) if layout.kind == "dense" else (end,)
             nbytes = self._values.header(dtype_of(layout), shape)
-        entry = {"dense": layout.row_nbytes, "ragged": layout.itemsize, "objects": 1}[layout.kind]
+        entry = layout.row_nbytes if layout.kind == "dense" else layout.itemsize
         if nbytes + end * entry != block.values.nbytes:
             raise CheckpointError(f"{self._values.path} has other rows than its list says.")
         return nbytes
@@ -199,9 +196,6 @@ class BlockReader:
     def _row_meta(self, start: int, stop: int) -> IntArray | None:
         if self._offsets is None:
             return None
-        if self._block.layout == OBJECTS:
-            edges: IntArray = self._offsets[start : stop + 1] - self._offsets[start]
-            return edges
         shapes = np.diff(self._offsets[start : stop + 1]) if self._shapes is None else self._shapes[start:stop]
         row_meta: IntArray = np.ascontiguousarray(shapes).reshape(-1)
         return row_meta

@@ -32,7 +32,7 @@ class ColumnHeader(msgspec.Struct, frozen=True, array_like=True):
     """A wire column, or some rows of one. Its rows are those from ``start`` on, or those in table ``positions``.
 
     Its values are the next frame, or ``nbytes`` of the arena from ``offset`` on. Table ``selection`` selects rows of
-    the latter if they are not contiguous. Row shapes or offsets are one more frame.
+    the latter if they are not contiguous. Row shapes or sizes are one more frame.
     """
 
     field: str

@@ -28,7 +28,6 @@ from transfer_queue.storage.wire import (
     WireColumn,
     dense_layout,
     ragged_layout,
-    running_sum,
 )
 
 Ext = msgspec.msgpack.Ext
@@ -142,7 +141,7 @@ def _tensor_column(name: str, tensor: torch.Tensor) -> Column:
 
 
 class Column(ABC):
-    """One column. ``row_meta`` is [rows, ndim] shapes for ragged columns, [rows + 1] offsets for objects, else None."""
+    """One column. ``row_meta``: see ``WireColumn``."""
 
     layout: Layout
     rows: int
@@ -163,9 +162,7 @@ class Column(ABC):
     def stored_in(self, out: ByteArray, rows: slice, copy: Copy) -> WireColumn:
         """Write these rows into ``out``, and return the wire column that describes them there."""
         self.copy_into(out, rows, copy)
-        row_meta = (
-            None if self.row_meta is None else self.row_meta[rows.start : rows.stop + (self.layout.kind == "objects")]
-        )
+        row_meta = None if self.row_meta is None else self.row_meta[rows]
         return WireColumn(self.layout, rows.stop - rows.start, out, row_meta)
 
 
@@ -354,8 +351,8 @@ def encode_rows(values: Sequence[Any], field: str, allow_pickle: bool = False) -
     rows = encoder.plain_rows(values)
     if rows is None:
         rows = [encoder.row(value) for value in values]
-    offsets = running_sum(np.array(list(map(len, rows)), np.int64))
-    return WireColumn(OBJECTS, len(rows), np.frombuffer(b"".join(rows), np.uint8), offsets)
+    sizes = np.array(list(map(len, rows)), np.int64).reshape(-1, 1)
+    return WireColumn(OBJECTS, len(rows), np.frombuffer(b"".join(rows), np.uint8), sizes)
 
 
 class _Encoder:

@@ -286,7 +286,7 @@ def decode_rows(column: WireColumn, field: str, allow_pickle: bool = False) -> l
 
 def decode_value(data: ByteArray, field: str, allow_pickle: bool = False) -> Any:
     """Decode one row. Raises what ``decode_rows`` raises."""
-    return decode_rows(WireColumn(OBJECTS, 1, data, np.array([0, len(data)])), field, allow_pickle)[0]
+    return decode_rows(WireColumn(OBJECTS, 1, data, np.array([[len(data)]])), field, allow_pickle)[0]
 
 
 @functools.lru_cache(1024)

@@ -76,10 +76,7 @@ def column_of(name: str) -> Column:
 
 
 def described(wire: WireColumn) -> tuple:
-    row_meta = (
-        None if wire.row_meta is None else (wire.row_meta.tolist() if wire.row_meta.ndim == 2 else wire.bounds.tolist())
-    )
-    return wire.layout, wire.rows, wire.data.tobytes(), row_meta
+    return wire.layout, wire.rows, wire.data.tobytes(), None if wire.row_meta is None else wire.row_meta.tolist()
 
 
 def written(column: Column, rows: slice) -> WireColumn:
