@@ -12,7 +12,7 @@ from transfer_queue.errors import StorageKeyNotFoundError
 from transfer_queue.storage.messages import FieldColumns, Located
 from transfer_queue.storage.unit.field_blocks import STEP_NBYTES, Block, FieldBlocks, HeldBlocks
 from transfer_queue.storage.unit.spill import SPILL_STEP_NBYTES, SpillFile
-from transfer_queue.storage.wire import Allocate, ByteArray, IntArray, Positions, as_run, distinct, heap
+from transfer_queue.storage.wire import Allocate, ByteArray, IntArray, as_run, distinct, heap
 
 
 class BlockStore(HeldBlocks):
@@ -44,20 +44,15 @@ class BlockStore(HeldBlocks):
         """Store these values, replacing existing ones. It keeps the memory of the columns and copies nothing."""
         slots = self._claim(indexes, columns)
         for name, positions, column in columns:
-            mine = slots if _is_all(positions, len(slots)) else slots[positions]
-            self._table.keep(self._fields[name].add(mine, column))
+            self._table.keep(self._fields[name].add(slots[positions], column))
 
     def _claim(self, indexes: IntArray, columns: FieldColumns) -> IntArray:
         # An index without any value must not get a page, because nothing would ever release it.
-        if any(_is_all(positions, len(indexes)) for _, positions, _ in columns):
-            self._table.claim(indexes)
-        else:
-            covered = np.zeros(len(indexes), np.bool_)
-            for _, positions, _ in columns:
-                covered[positions] = True
-            self._table.claim(indexes[covered])
-        for name, _, _ in columns:
+        covered = np.zeros(len(indexes), np.bool_)
+        for name, positions, _ in columns:
+            covered[positions] = True
             self._fields.setdefault(name, FieldBlocks(self))
+        self._table.claim(indexes[covered])
         for field in self._fields.values():
             field.grow(self._table.capacity)
         return self._table.find(indexes)
@@ -186,10 +181,6 @@ class BlockStore(HeldBlocks):
         return [(field, block) for field in self._fields.values() for block in field.with_dead_rows()]
 
 
-def _is_all(positions: Positions, count: int) -> bool:
-    return isinstance(positions, slice) and positions.start == 0 and positions.stop == count
-
-
 _PAGE_BITS = 6  # at most the run that routing keeps together, so a full page costs one dictionary entry
 _PAGE = 1 << _PAGE_BITS
 
@@ -218,19 +209,10 @@ class PageTable:
             page = self._pages.get(name, -1)
             return indexes - ((name - page) << _PAGE_BITS) if page >= 0 else np.full(len(indexes), -1, np.int64)
         names = indexes >> _PAGE_BITS
-        if len(names) and isinstance(as_run(indexes), slice):  # most puts
-            own = range(names.item(0), names.item(-1) + 1)
-            pages = self._pages_of(own)[names - own.start]
-        elif 4 * len(cuts := np.flatnonzero(names[1:] != names[:-1]) + 1) < len(names):  # mostly neighbours
-            first = np.concatenate((np.zeros(1, np.int64), cuts))
-            pages = np.repeat(self._pages_of(names[first].tolist()), np.diff(np.append(first, len(names))))
-        else:
-            names, inverse = np.unique(names, return_inverse=True)
-            pages = self._pages_of(names.tolist())[inverse]
+        first = np.flatnonzero(np.diff(names, prepend=-1))  # of each run on one page
+        found = np.array([self._pages.get(name, -1) for name in names[first].tolist()], np.int64)
+        pages = np.repeat(found, np.diff(first, append=len(names)))
         return np.where(pages < 0, -1, (pages << _PAGE_BITS) | (indexes & (_PAGE - 1)))
-
-    def _pages_of(self, names: Iterable[int]) -> IntArray:
-        return np.array([self._pages.get(name, -1) for name in names], np.int64)
 
     def claim(self, indexes: IntArray) -> None:
         """Give these indexes slots. ``keep`` must follow, because a page without values would never be released."""
