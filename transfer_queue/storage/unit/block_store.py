@@ -209,7 +209,7 @@ class PageTable:
             page = self._pages.get(name, -1)
             return indexes - ((name - page) << _PAGE_BITS) if page >= 0 else np.full(len(indexes), -1, np.int64)
         names = indexes >> _PAGE_BITS
-        first = np.flatnonzero(np.diff(names, prepend=-1))  # of each run on one page
+        first = np.flatnonzero(np.diff(names, prepend=names[:1] - 1))  # of each run on one page
         found = np.array([self._pages.get(name, -1) for name in names[first].tolist()], np.int64)
         pages = np.repeat(found, np.diff(first, append=len(names)))
         return np.where(pages < 0, -1, (pages << _PAGE_BITS) | (indexes & (_PAGE - 1)))
