@@ -121,15 +121,11 @@ def _check(code: int, what: str) -> None:
 
 def _end(process: subprocess.Popen[str]) -> None:
     """End the process, the master with it, and all values."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.close()
     try:
-        process.wait(_STOP_TIMEOUT_S)
+        process.communicate(timeout=_STOP_TIMEOUT_S)  # it ends when its input does
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait()
-    process.stdout.close()
+        process.communicate()
 
 
 def start_store(conf: Any) -> ExitStack | None:
@@ -169,12 +165,8 @@ def start_store(conf: Any) -> ExitStack | None:
     if "error" in answer:
         store.close()
         raise LaunchError(f"the Mooncake store did not start: {answer['error']}.")
-    plain = OmegaConf.to_container(conf.backend.MooncakeStore) if conf.backend.get("MooncakeStore") else {}
-    conf.backend.MooncakeStore = {
-        **plain,  # type: ignore[dict-item]
-        "master_server_address": answer["master"],
-        "metadata_server": "P2PHANDSHAKE",
-    }
+    completed = {"master_server_address": answer["master"], "metadata_server": "P2PHANDSHAKE"}
+    OmegaConf.update(conf, "backend.MooncakeStore", completed, force_add=True)
     return store
 
 

@@ -146,9 +146,8 @@ def start_store(conf: Any) -> ExitStack:
     name = f"TransferQueueStore_{uuid.uuid4().hex[:12]}"
     owner = ray.remote(num_cpus=0)(ValueOwner).options(name=name, namespace=NAMESPACE).remote()
     ray.get(owner.held.remote())
-    section = OmegaConf.to_container(conf.backend.RayStore) if conf.backend.get("RayStore") else {}
-    address = ray.get_runtime_context().gcs_address
-    conf.backend.RayStore = {**section, "address": address, "actor": name}  # type: ignore[dict-item]
+    completed = {"address": ray.get_runtime_context().gcs_address, "actor": name}
+    OmegaConf.update(conf, "backend.RayStore", completed, force_add=True)
     started_here = ExitStack()
     started_here.callback(_end, owner, started)
     return started_here

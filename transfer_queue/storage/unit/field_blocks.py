@@ -157,10 +157,8 @@ class FieldBlocks:
         run = as_run(slots)
         held = self._block_of[run] >= 0
         if held.any():
-            fresh = distinct(slots[~held])
             self.delete(distinct(slots[held]))
-        else:
-            fresh = slots if isinstance(run, slice) else distinct(slots)
+        fresh = distinct(slots[~held])
         block = self._insert(slots, run, column)
         if not isinstance(run, slice):  # a slice has no repeated slots
             stale = np.flatnonzero(self._row_of[slots] != np.arange(column.rows))
