@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import pickle
@@ -347,47 +348,36 @@ def encode_rows(values: Sequence[Any], field: str, allow_pickle: bool = False) -
     Raises:
         UnsupportedValueError: a value, or something inside it, needs pickle, which ``allow_pickle`` forbids.
     """
-    encoder = _Encoder(field, allow_pickle)
-    rows = encoder.plain_rows(values)
-    if rows is None:
-        rows = [encoder.row(value) for value in values]
+    rows = _Encoder(field, allow_pickle).rows(values)
     sizes = np.array(list(map(len, rows)), np.int64).reshape(-1, 1)
     return WireColumn(OBJECTS, len(rows), np.frombuffer(b"".join(rows), np.uint8), sizes)
 
 
 class _Encoder:
-    def __init__(self, field: str, allow_pickle: bool) -> None:
+    def __init__(self, field: str, allow_pickle: bool, careful: bool = False) -> None:
+        """``careful``: check each number and text, for a value that msgpack has refused."""
         self._field = field
         self._allow_pickle = allow_pickle
         self._pack = msgspec.msgpack.Encoder().encode
-        # True while encoding a value that msgpack refused, so that each number and text is checked.
-        self._careful = False
+        self._careful = careful
 
-    def plain_rows(self, values: Sequence[Any]) -> list[bytes] | None:
-        """Encode all rows if none needs extension types; otherwise return None."""
-        if not self._all_plain(values):
-            return None
-        try:
-            return list(map(self._pack, values))
-        except (OverflowError, UnicodeEncodeError):
-            return None
+    def rows(self, values: Sequence[Any]) -> list[bytes]:
+        with contextlib.suppress(OverflowError, UnicodeEncodeError):
+            if self._all_plain(values):
+                return list(map(self._pack, values))
+        return [self.row(value) for value in values]
 
     def row(self, value: Any) -> bytes:
         try:
             return self._pack(self._lowered(value))
         except (OverflowError, UnicodeEncodeError):
-            return self._row_carefully(value)
+            if self._careful:
+                raise
+            return _Encoder(self._field, self._allow_pickle, careful=True).row(value)
         except RecursionError:
             raise UnsupportedValueError(
                 f"field {self._field!r}: a {type(value).__name__} is nested too deep to be stored, or contains itself"
             ) from None
-
-    def _row_carefully(self, value: Any) -> bytes:
-        self._careful = True
-        try:
-            return self._pack(self._lowered(value))
-        finally:
-            self._careful = False
 
     def _ext(self, code: int, content: Any) -> Ext:
         return Ext(code, self._pack(self._lowered(content)))
