@@ -177,9 +177,10 @@ class BlockReader:
 
     def mapped(self) -> WireColumn:
         """All rows, where they lie in the file."""
-        nbytes, layout, meta = self._values.nbytes - self._skip, self._block.layout, self._row_meta(0, self._block.rows)
-        data = np.memmap(self._values.path, np.uint8, "r", self._skip) if nbytes else np.empty(0, np.uint8)
-        return WireColumn.received(layout, self._block.rows, data, meta)
+        block, data = self._block, np.empty(0, np.uint8)
+        if block.values.nbytes > self._skip:
+            data = np.memmap(self._values.path, np.uint8, "r", self._skip)
+        return WireColumn.received(block.layout, block.rows, data, self._row_meta(0, block.rows))
 
     def _header(self) -> int:
         """The size of the header before the values. Raises CheckpointError if the rows don't add up to the file."""

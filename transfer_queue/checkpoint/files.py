@@ -189,7 +189,6 @@ class SavedFile:
             CheckpointError: it is longer or shorter than it was written.
         """
         self.path = directory / plain(expected.name)
-        self.nbytes = expected.nbytes
         self._expected = expected
         try:
             have = self.path.stat().st_size

@@ -8,7 +8,7 @@ import copy
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -456,27 +456,14 @@ def _row_of(schema: Mapping[str, Mapping[str, Any]], position: int) -> dict[str,
     return row
 
 
-class SampleView:
+class SampleView(NamedTuple):
     """One row, as the batch was when the view was created. Assigning to it raises TypeError."""
-
-    __slots__ = ("custom_meta", "fields", "global_index", "partition_id", "production_status")
 
     global_index: int
     partition_id: str
     production_status: int
     custom_meta: Mapping[str, Any]
     fields: Mapping[str, Mapping[str, Any]]
-
-    def __init__(self, meta: BatchMeta, position: int) -> None:
-        entries = _row_of(meta.field_schema, position)
-        for name, value in {
-            "global_index": meta.global_indexes[position],
-            "partition_id": meta.partition_ids[position],
-            "production_status": int(meta.production_status[position]),
-            "custom_meta": MappingProxyType(meta.custom_meta[position]),
-            "fields": MappingProxyType({name: MappingProxyType(entry) for name, entry in entries.items()}),
-        }.items():
-            object.__setattr__(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise TypeError(f"a sample is a read-only view: {name!r} can't be set. Change the BatchMeta it belongs to.")
@@ -506,14 +493,24 @@ class SamplesView:
     def __getitem__(self, item: Any) -> Any:
         size = self._meta.size
         if isinstance(item, slice):
-            return [SampleView(self._meta, position) for position in range(size)[item]]
+            return list(map(self._view, range(size)[item]))
         position = operator.index(item)
         if not -size <= position < size:
             raise IndexError(f"sample {position} of a batch of {size} rows")
-        return SampleView(self._meta, position % size)
+        return self._view(position % size)
 
     def __iter__(self) -> Iterator[SampleView]:
-        return (SampleView(self._meta, position) for position in range(self._meta.size))
+        return map(self._view, range(self._meta.size))
+
+    def _view(self, position: int) -> SampleView:
+        meta, entries = self._meta, _row_of(self._meta.field_schema, position)
+        return SampleView(
+            meta.global_indexes[position],
+            meta.partition_ids[position],
+            int(meta.production_status[position]),
+            MappingProxyType(meta.custom_meta[position]),
+            MappingProxyType({name: MappingProxyType(entry) for name, entry in entries.items()}),
+        )
 
 
 # ---- until it is read ----

@@ -95,10 +95,6 @@ class Spans(NamedTuple):
 
 
 def copy_spans(dst: NDArray[np.uint8], src: NDArray[np.uint8], spans: Spans, copy: Copy = copy_now) -> None:
-    if len(spans.sizes) == 1:
-        begin, start, size = (each.item() for each in spans)
-        copy(dst[begin : begin + size], src[start : start + size])
-        return
     keep = spans.sizes > 0
     if not keep.all():
         spans = Spans(*(each[keep] for each in spans))
