@@ -150,7 +150,10 @@ def test_a_put_that_is_cancelled_while_it_waits_holds_up_nobody_and_leaves_nothi
 
 def test_a_write_that_has_leased_memory_goes_on_when_its_connection_is_closed_and_later_ones_are_frames(tmp_path):
     with hosted(tmp_path, 0):
-        connection, columns = UnitConnection(Peer("u0", f"ipc://{tmp_path}/u0")), prepare({"x": large(4)})
+        connection, columns = (
+            UnitConnection(Peer("u0", f"ipc://{tmp_path}/u0")),
+            prepare(TensorDict({"x": large(4)}, batch_size=[4])),
+        )
         write = UnitWrite(connection, slice(0, 4), columns, 0)
         session = Session("writer", connection.peer)
         run_blocking(write.lease(session, 7, b"", 1.0, 30.0))

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from tensordict import NonTensorStack, is_non_tensor, is_tensor_collection
+from tensordict import NonTensorStack, TensorDict, is_non_tensor, is_tensor_collection
 
 from transfer_queue.errors import InvalidRequestError, ProtocolError, UnsupportedValueError
 from transfer_queue.storage.copying import Copy
@@ -38,16 +38,14 @@ _PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
 # ---- batches ----
 
 
-def num_rows(data: Any) -> int:
-    """Return the number of rows of a TensorDict or a dict of columns."""
-    if is_tensor_collection(data):
-        if not data.batch_size:
-            raise InvalidRequestError("data has no batch dimension: build it with batch_size=[number of samples]")
-        return int(data.batch_size[0])
-    return max((len(column) for column in data.values()), default=0)
+def num_rows(data: TensorDict) -> int:
+    """Return the number of rows."""
+    if not data.batch_size:
+        raise InvalidRequestError("data has no batch dimension: build it with batch_size=[number of samples]")
+    return int(data.batch_size[0])
 
 
-def check_rows(data: Any, indexes: Sized) -> None:
+def check_rows(data: TensorDict, indexes: Sized) -> None:
     """Raise InvalidRequestError unless there is one row per index."""
     if num_rows(data) != len(indexes):
         raise InvalidRequestError(
@@ -56,8 +54,8 @@ def check_rows(data: Any, indexes: Sized) -> None:
         )
 
 
-def prepare(data: Any, allow_pickle: bool = False) -> dict[str, Column]:
-    """Return every column of a TensorDict (or dict of columns), ready to be written; nothing is copied yet.
+def prepare(data: TensorDict, allow_pickle: bool = False) -> dict[str, Column]:
+    """Return every column, ready to be written; nothing is copied yet.
 
     Raises:
         UnsupportedValueError: a column or value that can't be stored as configured.
@@ -71,7 +69,7 @@ def prepare(data: Any, allow_pickle: bool = False) -> dict[str, Column]:
     return found
 
 
-def pack(data: Any, allow_pickle: bool = False) -> dict[str, WireColumn]:
+def pack(data: TensorDict, allow_pickle: bool = False) -> dict[str, WireColumn]:
     """Every column as one wire column; contiguous CPU tensors are not copied. Raises what ``prepare`` raises."""
     return {name: column.wire_column() for name, column in prepare(data, allow_pickle).items()}
 
@@ -96,10 +94,7 @@ def _has_rows(shared: Any, count: int) -> bool:
     return isinstance(shared, list) and len(shared) == count
 
 
-def named_columns(data: Any) -> Iterator[tuple[str, Any]]:
-    if not is_tensor_collection(data):
-        yield from data.items()
-        return
+def named_columns(data: TensorDict) -> Iterator[tuple[str, Any]]:
     for name in data.keys():  # noqa: SIM118 (iterating a TensorDict gives rows)
         try:
             yield name, data.get(name)
@@ -109,8 +104,6 @@ def named_columns(data: Any) -> Iterator[tuple[str, Any]]:
 
 
 def prepare_column(name: str, column: Any, count: int, allow_pickle: bool) -> Column:
-    if isinstance(column, np.ndarray) and column.dtype.kind in "biufc":
-        column = torch.from_numpy(column)
     if isinstance(column, torch.Tensor):
         return _tensor_column(name, column)
     if is_tensor_collection(column) and not is_non_tensor(column):
