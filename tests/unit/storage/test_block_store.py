@@ -145,7 +145,8 @@ def test_no_more_than_half_of_what_is_held_is_dead():
 @pytest.mark.parametrize("make", [wire, ragged])
 def test_a_large_block_that_is_mostly_dead_is_moved_a_step_at_a_time_and_read_all_the_while(make):
     rows = make(list(range(1, 65)))
-    store = BlockStore(step_nbytes=rows.nbytes // 16)
+    store = BlockStore()
+    store.step_nbytes = rows.nbytes // 16
     store.write(np.arange(64), whole("a", rows))
     kept = list(range(1, 64, 3))
     store.delete(np.setdiff1d(np.arange(64), kept))
@@ -163,7 +164,8 @@ def test_a_large_block_that_is_mostly_dead_is_moved_a_step_at_a_time_and_read_al
 
 
 def test_what_dies_while_its_block_is_moved_is_not_moved():
-    store = BlockStore(step_nbytes=4 * ROW * 8)
+    store = BlockStore()
+    store.step_nbytes = 4 * ROW * 8
     store.write(np.arange(64), whole("a", wire(list(range(64)))))
     store.delete(np.arange(0, 64, 3))
     store.delete(np.arange(1, 64, 3))
@@ -243,7 +245,8 @@ def test_replaced_bytes_are_those_a_write_would_free():
 
 def test_without_memory_to_move_a_block_it_stays_until_more_of_it_dies():
     memory = Memory()
-    store = BlockStore(memory, step_nbytes=4 * ROW * 8)
+    store = BlockStore(memory)
+    store.step_nbytes = 4 * ROW * 8
     store.write(np.arange(64), whole("a", wire(list(range(64)))))
     store.delete(np.arange(2, 42))
     store.move()
@@ -268,7 +271,8 @@ class AgainstADict(RuleBasedStateMachine):
     @initialize(rows=st.sampled_from([None, 1, 3, 10]))
     def begin(self, rows):
         if rows is not None:
-            self.store = BlockStore(step_nbytes=rows * ROW * 8)
+            self.store = BlockStore()
+            self.store.step_nbytes = rows * ROW * 8
 
     @rule(steps=st.integers(1, 5))
     def move(self, steps):

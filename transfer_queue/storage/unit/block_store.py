@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from transfer_queue.errors import StorageKeyNotFoundError
 from transfer_queue.storage.messages import FieldColumns, Located
-from transfer_queue.storage.unit.field_blocks import STEP_NBYTES, Block, FieldBlocks, HeldBlocks
+from transfer_queue.storage.unit.field_blocks import Block, FieldBlocks, HeldBlocks
 from transfer_queue.storage.unit.spill import SPILL_STEP_NBYTES, SpillFile
 from transfer_queue.storage.wire import Allocate, ByteArray, IntArray, as_run, distinct, heap
 
@@ -21,11 +21,9 @@ class BlockStore(HeldBlocks):
     A block that is mostly dead is copied and freed: a small one at once, a large one in steps, by ``move``.
     """
 
-    def __init__(
-        self, allocate: Allocate = heap, step_nbytes: int = STEP_NBYTES, file: SpillFile | None = None
-    ) -> None:
+    def __init__(self, allocate: Allocate = heap, file: SpillFile | None = None) -> None:
         """See ``HeldBlocks``."""
-        super().__init__(allocate, step_nbytes, file)
+        super().__init__(allocate, file)
         self._spilling: Iterator[None] | None = None
         self._no_room_on_disk = False
         self._table = PageTable()

@@ -20,7 +20,6 @@ from transfer_queue.storage.wire import (
     distinct,
     gather,
     groups,
-    heap,
 )
 
 _SMALL_NBYTES = 64 * 1024
@@ -63,13 +62,11 @@ class Block:
 class HeldBlocks:
     """What all fields of a unit hold together, what their blocks are made of, and those that wait for a step."""
 
-    def __init__(
-        self, allocate: Allocate = heap, step_nbytes: int = STEP_NBYTES, file: SpillFile | None = None
-    ) -> None:
-        """``allocate``: memory for blocks that are made from others here.
-        ``step_nbytes``: how much of a mostly dead block is moved at once. ``file``: where blocks may be spilled.
-        """
-        self.allocate, self.step_nbytes, self.file = allocate, step_nbytes, file
+    def __init__(self, allocate: Allocate, file: SpillFile | None) -> None:
+        """``allocate``: memory for blocks that are made from others here. ``file``: where blocks may be spilled."""
+        self.allocate, self.file = allocate, file
+        self.step_nbytes = STEP_NBYTES
+        """How much of a mostly dead block is moved at once."""
         self.held_nbytes = 0
         """Bytes of all buffers, including dead rows."""
         self.spilled_nbytes = 0
