@@ -181,18 +181,13 @@ class Copies:
         self._jobs.append((dst, src, row_indices))
         self._nbytes += dst.nbytes
 
-    @property
-    def worth_sharing(self) -> bool:
-        """Whether there is enough to copy for several threads."""
-        return self._nbytes >= _SHARED_NBYTES
-
     def finish(self) -> None:
         """Make all copies before returning."""
         if not self._jobs:
             return
         import torch  # storage units copy without it
 
-        jobs, helpers = self._jobs, min(torch.get_num_threads() - 1, _MOST_HELPERS) * self.worth_sharing
+        jobs, helpers = self._jobs, min(torch.get_num_threads() - 1, _MOST_HELPERS) * (self._nbytes >= _SHARED_NBYTES)
         self._jobs, self._nbytes = [], 0
         if helpers > 0:
             # Sources are mapped in groups of pages anyway, so touching them first would not pay at this size.

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -41,7 +43,7 @@ from transfer_queue.storage.messages import (
 from transfer_queue.storage.shm.choose import UnitDirectory
 from transfer_queue.storage.shm.connect import UnitConnection, decide_paths
 from transfer_queue.storage.shm.read import ReadResult
-from transfer_queue.storage.shm.write import MemoryColumns, UnitWrite, UnitWriter
+from transfer_queue.storage.shm.write import MemoryColumns, UnitWrite, UnitWriter, abort
 from transfer_queue.storage.wire import IntArray, PlacedColumns, WireColumn
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.session import Session
@@ -77,7 +79,7 @@ class SharedMemoryManager(StorageManager):
         self._put_timeout_s = min(float(config.get("put_timeout_s", 60.0)), LONGEST_WAIT_S)
         self._timeout_s = float(config.get("timeout_s", 30.0))
         self._inline_nbytes = int(config.get("inline_nbytes", INLINE_NBYTES))
-        self._writer = UnitWriter(self.session, self._units, self._timeout_s, self._inline_nbytes)
+        self._writer = partial(UnitWriter, self.session, self._units, self._timeout_s, self._inline_nbytes)
         if self._units.own is not None:
             self._own, self.front = self._units.own, self
 
@@ -137,7 +139,7 @@ class SharedMemoryManager(StorageManager):
         wanted = as_indexes(indexes)
         if not columns or not len(wanted):
             return None
-        return await self._writer.write(call, wanted, columns, self._put_timeout_s, fresh)
+        return await self._writer(call, wanted, columns, time.monotonic() + self._put_timeout_s, fresh).write()
 
     def written(self, call: int, units: UnitRuns | None) -> None:
         for unit in filter(None, (self._units.known(number) for number, _ in units or [(0, 0)])):
@@ -148,7 +150,7 @@ class SharedMemoryManager(StorageManager):
         await self._ask_units(written, lambda: Commit(self.session.number(), [call]), Done)
 
     async def abort(self, call: int, units: UnitRuns | None) -> None:
-        await self._writer.abort(call, [unit for unit, _ in units or [(0, 0)]])
+        await abort(self.session, self._units, call, [unit for unit, _ in units or [(0, 0)]])
 
     async def end_write(self, client: str, call: int, published: bool) -> None:
         await self._ask_all(lambda: EndWrite(self.session.number(), client, call, published), Done)
@@ -162,9 +164,8 @@ class SharedMemoryManager(StorageManager):
         from transfer_queue.storage.unpack import parsed_rows
 
         data = await parsed_rows(data, data_parser)
-        indexes = as_indexes(metadata.global_indexes)
-        check_rows(data, indexes)
-        if await self._store(indexes, self.prepare(data)) is not None:
+        check_rows(data, metadata.global_indexes)
+        if await self._store(metadata.global_indexes, self.prepare(data)) is not None:
             raise InvalidRequestError(
                 "put_data stores values where no reader finds them if a queue has several storage units: use put()."
             )
@@ -225,12 +226,12 @@ class SharedMemoryManager(StorageManager):
 
         return await self._store(indexes, {name: BytesColumn(column) for name, column in columns.items()})
 
-    async def _store(self, indexes: Sequence[int] | IntArray, columns: MemoryColumns) -> UnitRuns | None:
+    async def _store(self, indexes: Sequence[int], columns: MemoryColumns) -> UnitRuns | None:
         if not columns or not len(indexes):
             return None
         call, caller = self.session.number(), self.session.caller
         try:
-            units = await self._writer.write(call, as_indexes(indexes), columns, self._put_timeout_s, fresh=False)
+            units = await self.write(call, indexes, columns)
         except SessionEndedError:
             self.session.renew(caller)
             raise
