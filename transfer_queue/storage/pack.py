@@ -87,6 +87,16 @@ def values_of(column: Any, count: int) -> list[Any]:
     return values_of(shared, count) if _has_rows(shared, count) else [shared] * count
 
 
+def objects_of(name: str, column: Any, count: int) -> list[Any]:
+    """``values_of`` for what a user gave. Raises UnsupportedValueError for a nested TensorDict."""
+    if is_tensor_collection(column) and not is_non_tensor(column):
+        raise UnsupportedValueError(
+            f"field {name!r} is a nested TensorDict, and a field is one column. "
+            f"Flatten it first: data.flatten_keys('.') makes each leaf a field of its own."
+        )
+    return values_of(column, count)
+
+
 def _has_rows(shared: Any, count: int) -> bool:
     """Whether what TensorDict keeps as one value has one entry per row: a list, or an array of text, dates, objects."""
     if isinstance(shared, np.ndarray):
@@ -106,12 +116,7 @@ def named_columns(data: TensorDict) -> Iterator[tuple[str, Any]]:
 def prepare_column(name: str, column: Any, count: int, allow_pickle: bool) -> Column:
     if isinstance(column, torch.Tensor):
         return _tensor_column(name, column)
-    if is_tensor_collection(column) and not is_non_tensor(column):
-        raise UnsupportedValueError(
-            f"field {name!r} is a nested TensorDict, and a field is one column. "
-            f"Flatten it first: data.flatten_keys('.') makes each leaf a field of its own."
-        )
-    values = values_of(column, count)
+    values = objects_of(name, column, count)
     return RowsColumn(values) if are_alike(values) else BytesColumn(encode_rows(values, name, allow_pickle))
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from transfer_queue.errors import ConfigError, InvalidRequestError, StorageKeyNotFoundError, UnsupportedValueError
+from transfer_queue.errors import ConfigError, InvalidRequestError, StorageKeyNotFoundError
 from transfer_queue.storage.backends import StorageClientFactory, StorageManagerFactory
 from transfer_queue.storage.base import HasRows, StorageManager
 from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
@@ -57,10 +57,6 @@ class KVStorageManager(StorageManager):
             )
         self.storage_client = StorageClientFactory.create(str(config["client_name"]), config)
         self._references = SharedMemoryManager(self.session, config)
-
-    def prepare(self, data: TensorDict) -> TensorDict:
-        _rows_by_field(data)
-        return data
 
     async def put_data(self, data: TensorDict, metadata: HasRows, data_parser: DataParser | None = None) -> TensorDict:
         """See ``StorageManager.put_data``."""
@@ -152,20 +148,13 @@ def _keys(indexes: Sequence[int], field: str) -> list[str]:
 def _rows_by_field(data: Any) -> dict[str, list[Any]]:
     """One value per row of every field, sorted by field. Raises UnsupportedValueError for a nested TensorDict."""
     import torch
-    from tensordict import is_non_tensor, is_tensor_collection
 
-    from transfer_queue.storage.pack import named_columns, num_rows, values_of
+    from transfer_queue.storage.pack import named_columns, num_rows, objects_of
 
     count, found = num_rows(data), dict[str, list[Any]]()
     for name, column in sorted(named_columns(data)):
-        if isinstance(column, torch.Tensor):
-            found[name] = list(column.detach().unbind())
-        elif is_tensor_collection(column) and not is_non_tensor(column):
-            raise UnsupportedValueError(
-                f"field {name!r} is a nested TensorDict, which can't be stored. Put each of its columns as a field."
-            )
-        else:
-            found[name] = values_of(column, count)
+        is_tensor = isinstance(column, torch.Tensor)
+        found[name] = list(column.detach().unbind()) if is_tensor else objects_of(name, column, count)
     return found
 
 
