@@ -59,14 +59,10 @@ def prepare(data: TensorDict, allow_pickle: bool = False) -> dict[str, Column]:
 
     Raises:
         UnsupportedValueError: a column or value that can't be stored as configured.
-        InvalidRequestError: a column has another number of rows than the rest.
+        InvalidRequestError: the data has no batch dimension.
     """
     count = num_rows(data)
-    found = {name: prepare_column(name, column, count, allow_pickle) for name, column in named_columns(data)}
-    for name, column in found.items():
-        if column.rows != count:
-            raise InvalidRequestError(f"field {name!r} has {column.rows} rows, the batch has {count}")
-    return found
+    return {name: prepare_column(name, column, count, allow_pickle) for name, column in named_columns(data)}
 
 
 def pack(data: TensorDict, allow_pickle: bool = False) -> dict[str, WireColumn]:
@@ -134,8 +130,6 @@ def _tensor_column(name: str, tensor: torch.Tensor) -> Column:
         )
     if tensor.is_meta:
         raise UnsupportedValueError(f"field {name!r} is on the meta device: it has a shape and no values to store.")
-    if tensor.ndim == 0:
-        raise InvalidRequestError(f"field {name!r} is a single number: a column needs one entry per sample")
     return tensor_column(tensor)
 
 
