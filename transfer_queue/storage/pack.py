@@ -112,17 +112,16 @@ def named_columns(data: TensorDict) -> Iterator[tuple[str, Any]]:
 def prepare_column(name: str, column: Any, count: int, allow_pickle: bool) -> Column:
     if isinstance(column, torch.Tensor):
         return _tensor_column(name, column)
-    values = objects_of(name, column, count)
-    return RowsColumn(values) if are_alike(values) else BytesColumn(encode_rows(values, name, allow_pickle))
+    return _column_of_rows(name, objects_of(name, column, count), allow_pickle)
+
+
+def _column_of_rows(name: str, rows: Sequence[Any], allow_pickle: bool) -> Column:
+    return RowsColumn(rows) if are_alike(rows) else BytesColumn(encode_rows(rows, name, allow_pickle))
 
 
 def _tensor_column(name: str, tensor: torch.Tensor) -> Column:
     if tensor.is_nested:
-        column = jagged_column(tensor)
-        if column is None:
-            rows = tensor.unbind()
-            column = RowsColumn(rows) if are_alike(rows) else BytesColumn(encode_rows(rows, name))
-        return column
+        return jagged_column(tensor) or _column_of_rows(name, tensor.unbind(), allow_pickle=False)
     if not is_plain(tensor):
         raise UnsupportedValueError(
             f"field {name!r} is a {'quantized' if tensor.is_quantized else tensor.layout} tensor; "
