@@ -101,7 +101,7 @@ class StorageUnit:
         self._file = file
         self._arenas = [each for each in (arena, file) if each is not None]
         self._blocks = BlockStore(self._allocate, file=file)
-        self._leased_nbytes = self._uncommitted_nbytes = self._num_pins = 0
+        self._leased_nbytes = self._uncommitted_nbytes = 0
         self._uncommitted: dict[UncommittedWrite, None] = {}
         self._evicted: dict[str, list[ByteArray]] = {}
         self._is_moving = False
@@ -196,7 +196,7 @@ class StorageUnit:
             arena_nbytes=0 if arena is None else arena.used_nbytes,
             recyclable_nbytes=0 if arena is None else arena.recyclable_nbytes,
             leased_nbytes=self._leased_nbytes,
-            pins=self._num_pins,
+            pins=sum(1 for _ in self.calls.holdings(Pin)),
             uncommitted_nbytes=self._uncommitted_nbytes,
             spilled_nbytes=store.spilled_nbytes,
             spill_bytes=0 if self._file is None else self._file.nbytes,
@@ -265,13 +265,8 @@ class StorageUnit:
     def _rows(self, call: Call, located: Located, in_place: bool) -> Reply:
         answer, call.values, pinned = rows_answer(call.number, located, self._offset_of if in_place else None)
         if pinned:
-            self._num_pins += 1
-            self.calls.hold(call, Pin(pinned, self._unpinned))
+            self.calls.hold(call, Pin(pinned, self._freed))
         return answer
-
-    def _unpinned(self, pin: Memory) -> None:
-        self._num_pins -= 1
-        self._freed()
 
     def _release(self, call: Call, request: Release) -> None:
         for number in request.calls:
@@ -294,12 +289,12 @@ class StorageUnit:
         if extent is None:
             return LeasedMemory(call.number, -1)
         self._leased_nbytes += extent.nbytes
-        self.calls.hold(call, MemoryLease([extent], self._lease_over))
+        self.calls.hold(call, MemoryLease([extent], partial(self._lease_over, extent.nbytes)))
         self._squeeze()
         return LeasedMemory(call.number, self._arena.offset_of(extent))
 
-    def _lease_over(self, lease: Memory) -> None:
-        self._leased_nbytes -= lease.nbytes
+    def _lease_over(self, nbytes: int) -> None:
+        self._leased_nbytes -= nbytes
         self._freed()
 
     def _write(self, call: Call, request: Write) -> Reply | Wait:
