@@ -38,6 +38,15 @@ class BlockStore(HeldBlocks):
             held[: len(present)] |= present[: len(held)]
         return int(held.sum())
 
+    @property
+    def num_values(self) -> int:
+        """Likewise for statistics only."""
+        return sum(int(np.count_nonzero(field.present_slots())) for field in self._fields.values())
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(len(field.blocks) for field in self._fields.values())
+
     def write(self, indexes: IntArray, columns: FieldColumns) -> None:
         """Store these values, replacing existing ones. It keeps the memory of the columns and copies nothing."""
         slots = self._claim(indexes, columns)
@@ -107,7 +116,7 @@ class BlockStore(HeldBlocks):
             field.delete(mine)
             self._table.release(mine)
             deleted += len(mine)
-            if field.is_empty:
+            if not field.blocks:
                 del self._fields[name]
         return deleted
 
@@ -176,7 +185,8 @@ class BlockStore(HeldBlocks):
     def _with_dead_rows(self) -> list[tuple[FieldBlocks, Block]]:
         if self.held_nbytes == self.live_nbytes:
             return []
-        return [(field, block) for field in self._fields.values() for block in field.with_dead_rows()]
+        blocks = [(field, block) for field in self._fields.values() for block in field.blocks.values()]
+        return [(field, block) for field, block in blocks if block.live < block.column.rows and not block.on_disk]
 
 
 _PAGE_BITS = 6  # at most the run that routing keeps together, so a full page costs one dictionary entry

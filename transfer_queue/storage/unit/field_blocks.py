@@ -73,7 +73,6 @@ class HeldBlocks:
         """Of ``held_nbytes``, those on disk."""
         self.live_nbytes = 0
         """Bytes of the values that can still be read."""
-        self.num_values = self.num_blocks = 0
         self.moving: dict[Block, FieldBlocks] = {}
         """Blocks whose live rows wait for ``move``."""
         self.in_memory: dict[Block, FieldBlocks] = {}
@@ -93,16 +92,13 @@ class FieldBlocks:
         # -1: no value. Rows of a block that this table does not name are dead.
         self._block_of = np.zeros(0, np.int32)
         self._row_of = np.zeros(0, np.int32)
-        self._blocks: dict[int, Block] = {}
+        self.blocks: dict[int, Block] = {}
+        """By their numbers."""
         self._free_numbers: list[int] = []
         self._small: dict[Layout, dict[int, Block]] = {}
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._blocks
-
     def has(self, block: Block) -> bool:
-        return self._blocks.get(block.number) is block
+        return self.blocks.get(block.number) is block
 
     def spilled(self, block: Block, data: ByteArray) -> None:
         """All data of the block is now in the spill file, at ``data``."""
@@ -143,7 +139,7 @@ class FieldBlocks:
     def nbytes_of(self, slots: IntArray) -> int:
         """Bytes in memory of the values of these slots, which must all have one."""
         rows = self._row_of[slots]
-        found = [(self._blocks[number], at) for number, at in groups(self._block_of[slots])]
+        found = [(self.blocks[number], at) for number, at in groups(self._block_of[slots])]
         return sum(block.column.rows_nbytes(rows[at]) for block, at in found if not block.on_disk)
 
     def add(self, slots: IntArray, column: WireColumn) -> IntArray:
@@ -168,7 +164,7 @@ class FieldBlocks:
 
     def whole(self, run: slice) -> tuple[WireColumn, slice] | None:
         """Return the block without dead rows that holds these slots in order, and their rows in it; else None."""
-        block = self._blocks.get(self._block_of.item(run.start))
+        block = self.blocks.get(self._block_of.item(run.start))
         if block is None or block.first is None or block.live < block.column.rows:
             return None
         rows = slice(run.start - block.first, run.stop - block.first)
@@ -177,18 +173,14 @@ class FieldBlocks:
     def located(self, slots: IntArray) -> list[tuple[WireColumn, IntArray, IntArray]]:
         """(block, positions in ``slots``, their rows in the block) for every block that holds some of these slots."""
         rows = self._row_of[slots].astype(np.int64)
-        return [(self._blocks[number].column, at, rows[at]) for number, at in groups(self._block_of[slots])]
+        return [(self.blocks[number].column, at, rows[at]) for number, at in groups(self._block_of[slots])]
 
     def delete(self, slots: IntArray) -> None:
         """Delete the values of these slots, which must all have one."""
         numbers, rows = self._block_of[slots], self._row_of[slots]
         self._block_of[slots] = -1
         for number, at in groups(numbers):
-            self._kill(self._blocks[number], rows[at])
-
-    def with_dead_rows(self) -> list[Block]:
-        """Those in memory."""
-        return [block for block in self._blocks.values() if block.live < block.column.rows and not block.on_disk]
+            self._kill(self.blocks[number], rows[at])
 
     def compact(self, block: Block) -> None:
         """Drop its dead rows: now if it is small, else by later calls of ``move``."""
@@ -250,7 +242,6 @@ class FieldBlocks:
         block.live -= len(rows)
         block.live_nbytes -= nbytes
         self._held.live_nbytes -= nbytes
-        self._held.num_values -= len(rows)
 
     def _lives(self, block: Block, rows: slice) -> NDArray[np.bool_]:
         """True for the rows that are still their slots' values."""
@@ -259,15 +250,13 @@ class FieldBlocks:
         return lives
 
     def _insert(self, slots: NDArray[np.integer], run: Positions, column: WireColumn) -> Block:
-        number = self._free_numbers.pop() if self._free_numbers else len(self._blocks)
-        block = self._blocks[number] = Block(number, column, slots.astype(np.int32), run)
+        number = self._free_numbers.pop() if self._free_numbers else len(self.blocks)
+        block = self.blocks[number] = Block(number, column, slots.astype(np.int32), run)
         self._block_of[run] = number
         self._row_of[run] = np.arange(column.rows)
         held, file = self._held, self._held.file
         held.held_nbytes += column.nbytes
         held.live_nbytes += column.nbytes
-        held.num_values += column.rows
-        held.num_blocks += 1
         if file is not None and file.holds(column.data):
             self._count_on_disk(block)
         elif file is not None and column.data.nbytes >= file.least_nbytes:
@@ -277,7 +266,7 @@ class FieldBlocks:
         return block
 
     def _remove(self, block: Block) -> None:
-        del self._blocks[block.number]
+        del self.blocks[block.number]
         held = self._held
         held.moving.pop(block, None)
         held.in_memory.pop(block, None)
@@ -286,8 +275,6 @@ class FieldBlocks:
         self._free_numbers.append(block.number)
         held.held_nbytes -= block.column.nbytes
         held.live_nbytes -= block.live_nbytes
-        held.num_values -= block.live
-        held.num_blocks -= 1
         self._leave_small(block)
 
     def _leave_small(self, block: Block) -> None:
