@@ -426,7 +426,7 @@ def test_status_is_writable_after_unpickling_from_a_read_only_buffer():
 
 def test_state_that_lacks_an_attribute_gets_its_default():
     state = make(2).__getstate__()
-    del state["_padding"], state["_token"]
+    del state["_padding"], state["token"]
     restored = BatchMeta.__new__(BatchMeta)
     restored.__setstate__(state)
     assert (restored.padding_mask, restored.token, restored.global_indexes) == ([False, False], None, [0, 1])

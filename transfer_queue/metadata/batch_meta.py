@@ -59,15 +59,15 @@ class BatchMeta(Annotations):
     """
 
     __slots__ = (
-        "_batch_index",
         "_custom_backend_meta",
-        "_token",
+        "batch_index",
         "field_schema",
         "group_versions",
         "heads",
         "most_rows",
         "partition_ids",
         "production_status",
+        "token",
         "unread",
     )
 
@@ -75,8 +75,10 @@ class BatchMeta(Annotations):
     production_status: NDArray[np.int8]
     _custom_backend_meta: list[dict[str, Any]]
     field_schema: Schema
-    _token: str | None
-    _batch_index: int | None
+    token: str | None
+    """Names the ledger entry of this batch; None if it was made by hand or joined from several."""
+    batch_index: int | None
+    """Position of the batch in its consumer's stream; None where it has none, or was joined from several."""
     heads: list[int] | None  # by row, its group's own row; -1: no group; None: no row has a group
     group_versions: dict[int, int]  # by head, the policy version of its first lease
     most_rows: int  # the most rows that a rank got of the round of whole groups that this is one of; 0: unknown
@@ -123,8 +125,8 @@ class BatchMeta(Annotations):
         self._padding = [False] * size if padding_mask is None else list(map(bool, padding_mask))
         self.field_schema = normalized(field_schema or {}, size)
         self.extra_info = dict(extra_info or {})
-        self._token = token
-        self._batch_index = batch_index
+        self.token = token
+        self.batch_index = batch_index
         self.heads, self.group_versions, self.most_rows = None, {}, 0
         self.unread = ()
         self.mark_custom_meta_clean()
@@ -173,16 +175,6 @@ class BatchMeta(Annotations):
             raise InvalidRequestError("some samples of this batch belong to no group: they were put without a lease.")
         numbers = {head: number for number, head in enumerate(dict.fromkeys(heads))}
         return [numbers[head] for head in heads]
-
-    @property
-    def token(self) -> str | None:
-        """Names the ledger entry of this batch; None if it was made by hand or joined from several."""
-        return self._token
-
-    @property
-    def batch_index(self) -> int | None:
-        """Position of the batch in its consumer's stream; None where it has none, or was joined from several."""
-        return self._batch_index
 
     def get_dtypes(self, field_name: str) -> list[Any]:
         """One dtype per row; KeyError for an unknown field."""
@@ -293,8 +285,8 @@ class BatchMeta(Annotations):
         part._tags_as_made = pick(self._tags_as_made, positions)
         part.field_schema = take_rows(self.field_schema, positions)
         part.extra_info = dict(self.extra_info)
-        part._token = self._token
-        part._batch_index = self._batch_index
+        part.token = self.token
+        part.batch_index = self.batch_index
         part.heads = None if self.heads is None else pick(self.heads, positions)
         part.group_versions, part.most_rows = self.group_versions, 0
         part.unread = self.unread
@@ -318,8 +310,8 @@ class BatchMeta(Annotations):
             [part.field_schema for part in parts], [p.size for p in parts], validate=validate
         )
         whole.extra_info = merge_extra_info([part.extra_info for part in parts], validate=validate)
-        whole._token = _only({part._token for part in parts})
-        whole._batch_index = _only({part._batch_index for part in parts})
+        whole.token = _only({part.token for part in parts})
+        whole.batch_index = _only({part.batch_index for part in parts})
         whole.unread = tuple({batch for part in parts for batch in part.unread})
         return whole
 
@@ -398,8 +390,8 @@ class BatchMeta(Annotations):
         mine._tags_as_made = _merged_rows(mine._tags_as_made, theirs._tags_as_made)
         mine.field_schema.update(theirs.field_schema)
         mine.extra_info.update(theirs.extra_info)
-        mine._token = _only({mine._token, theirs._token} - {None})
-        mine._batch_index = _only({mine._batch_index, theirs._batch_index} - {None})
+        mine.token = _only({mine.token, theirs.token} - {None})
+        mine.batch_index = _only({mine.batch_index, theirs.batch_index} - {None})
         if mine.heads is None:
             mine.heads, mine.group_versions = theirs.heads, theirs.group_versions
         mine.unread = tuple({*mine.unread, *theirs.unread})
@@ -412,9 +404,9 @@ class BatchMeta(Annotations):
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         count = len(state["global_indexes"])
-        self._adopt(BatchMeta([0] * count, [""] * count))  # state of an older version may lack attributes
+        self._adopt(BatchMeta([0] * count, [""] * count))  # state of another version may lack attributes
         for name, value in state.items():
-            if value is not None:
+            if value is not None and name in _ATTRIBUTES:
                 setattr(self, name, value)
         # An array unpickled from a shared buffer (Ray) is read-only.
         self.production_status = np.array(self.production_status, dtype=np.int8)
