@@ -7,7 +7,6 @@ import asyncio
 import os
 import select
 import socket
-import struct
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -111,7 +110,7 @@ def test_closing_a_connection_does_not_wait_and_an_arena_that_comes_later_is_unm
         assert select.select([connection], [], [], 0)[0] == [], "it waits to be told"
         lent = os.memfd_create("late")
         os.truncate(lent, 2 * PAGE_NBYTES)
-        socket.send_fds(connection, [struct.pack("<Q", PAGE_NBYTES)], [lent])
+        socket.send_fds(connection, [b"\0"], [lent])
         os.close(lent)
         thread.join(WAIT_S)
         connection.settimeout(WAIT_S)
