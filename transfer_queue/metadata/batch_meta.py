@@ -271,49 +271,40 @@ class BatchMeta(Annotations):
         parts = [part for part in data if part is not None and part.size]
         return cls._join(parts, validate) if parts else cls.empty()
 
-    # Only _take and _join know which attributes are per row.
-
     def _take(self, positions: slice | list[int]) -> BatchMeta:
         """The rows at these positions (in range), sharing nothing that is written in place."""
         part = type(self).__new__(type(self))
-        part.global_indexes = pick(self.global_indexes, positions)
-        part.partition_ids = pick(self.partition_ids, positions)
+        part._adopt(self)
+        part._set_rows({name: pick(getattr(self, name), positions) for name in _OF_ROWS})
         part.production_status = np.array(np.asarray(self.production_status)[positions], dtype=np.int8)
-        part.custom_meta = list(map(copy_tags, pick(self.custom_meta, positions)))
-        part._custom_backend_meta = list(map(dict, pick(self._custom_backend_meta, positions)))
-        part._padding = pick(self._padding, positions)
-        part._tags_as_made = pick(self._tags_as_made, positions)
         part.field_schema = take_rows(self.field_schema, positions)
         part.extra_info = dict(self.extra_info)
-        part.token = self.token
-        part.batch_index = self.batch_index
         part.heads = None if self.heads is None else pick(self.heads, positions)
-        part.group_versions, part.most_rows = self.group_versions, 0
-        part.unread = self.unread
+        part.most_rows = 0
         return part
 
     @classmethod
     def _join(cls, parts: list[BatchMeta], validate: bool) -> BatchMeta:
-        whole = cls.__new__(cls)
-        whole.global_indexes = [index for part in parts for index in part.global_indexes]
-        whole.partition_ids = [partition for part in parts for partition in part.partition_ids]
+        whole = cls(extra_info=merge_extra_info([part.extra_info for part in parts], validate=validate))
+        whole._set_rows({name: [row for part in parts for row in getattr(part, name)] for name in _OF_ROWS})
         whole.production_status = np.concatenate([np.asarray(part.production_status, dtype=np.int8) for part in parts])
-        whole.custom_meta = [copy_tags(tags) for part in parts for tags in part.custom_meta]
-        whole._custom_backend_meta = [dict(row) for part in parts for row in part._custom_backend_meta]
-        whole._padding = [filler for part in parts for filler in part._padding]
-        whole._tags_as_made = [tags for part in parts for tags in part._tags_as_made]
-        whole.heads, whole.group_versions, whole.most_rows = None, {}, 0
         if any(part.heads is not None for part in parts):
             whole.heads = [head for part in parts for head in part.heads or [-1] * part.size]
             whole.group_versions = {head: version for part in parts for head, version in part.group_versions.items()}
         whole.field_schema = join_rows(
             [part.field_schema for part in parts], [p.size for p in parts], validate=validate
         )
-        whole.extra_info = merge_extra_info([part.extra_info for part in parts], validate=validate)
         whole.token = _only({part.token for part in parts})
         whole.batch_index = _only({part.batch_index for part in parts})
         whole.unread = tuple({batch for part in parts for batch in part.unread})
         return whole
+
+    def _set_rows(self, rows: Mapping[str, list[Any]]) -> None:
+        """``rows``: the attributes ``_OF_ROWS``. What is written in place is copied."""
+        for name, own in rows.items():
+            setattr(self, name, own)
+        self.custom_meta = list(map(copy_tags, self.custom_meta))
+        self._custom_backend_meta = list(map(dict, self._custom_backend_meta))
 
     def _adopt(self, other: BatchMeta) -> None:
         for name in _ATTRIBUTES:
@@ -412,6 +403,7 @@ class BatchMeta(Annotations):
         self.production_status = np.array(self.production_status, dtype=np.int8)
 
 
+_OF_ROWS = ("global_indexes", "partition_ids", "custom_meta", "_custom_backend_meta", "_padding", "_tags_as_made")
 _ATTRIBUTES = (*Annotations.__slots__, *BatchMeta.__slots__)
 # Not the snapshot of the tags and the unread batches: they say how the batch came about, not what it is.
 _COMPARED = tuple(name for name in _ATTRIBUTES if name not in ("_tags_as_made", "most_rows", "unread"))
