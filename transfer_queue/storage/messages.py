@@ -122,12 +122,6 @@ class Delete(Request, frozen=True):
     indexes: bytes
 
 
-class Deleted(Reply, frozen=True):
-    """``values``: how many (index, field) pairs were deleted."""
-
-    values: int
-
-
 class Release(Request, frozen=True):
     """Release the leases and pins of these calls. It gets no answer."""
 
@@ -199,7 +193,7 @@ class UnitStats(Reply, frozen=True):
 UnitRequest: TypeAlias = (
     LeaseMemory | Write | Commit | Abort | Read | Delete | Release | EndWrite | EndSession | AskHeld | AskUnitStats
 )
-UnitAnswer: TypeAlias = LeasedMemory | Written | Rows | Deleted | Held | UnitStats | Done | Failed
+UnitAnswer: TypeAlias = LeasedMemory | Written | Rows | Held | UnitStats | Done | Failed
 Expected = TypeVar("Expected", bound=Reply)
 
 _answers = msgspec.msgpack.Decoder(UnitAnswer)

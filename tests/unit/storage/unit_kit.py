@@ -16,7 +16,6 @@ from transfer_queue.storage.messages import (
     Columns,
     Commit,
     Delete,
-    Deleted,
     EndSession,
     Packer,
     Read,
@@ -71,7 +70,7 @@ def _replies(answers: list[Answer]) -> list[UnitReply]:
 
 
 Answers = list[tuple[str, Any]]
-"""(client, "written 3", "deleted 4: 1", "done 5" or the reply itself)"""
+"""(client, "written 3", "done 5" or the reply itself)"""
 
 
 class Asker:
@@ -142,6 +141,4 @@ def answers(replies: list[UnitReply]) -> Answers:
 def plain(reply: Reply) -> Any:
     if isinstance(reply, Written):
         return f"written {reply.id}"
-    if isinstance(reply, Deleted):
-        return f"deleted {reply.id}: {reply.values}"
     return f"done {reply.id}" if isinstance(reply, Done) else reply

@@ -29,7 +29,6 @@ from transfer_queue.storage.messages import (
     AskUnitStats,
     Commit,
     Delete,
-    Deleted,
     EndSession,
     EndWrite,
     Expected,
@@ -183,7 +182,7 @@ class SharedMemoryManager(StorageManager):
         """In every unit, because values that were put again may lie in several."""
         wanted = as_indexes(metadata.global_indexes)
         if len(wanted):
-            await self._ask_all(lambda: Delete(self.session.number(), pack_indexes(wanted)), Deleted)
+            await self._ask_all(lambda: Delete(self.session.number(), pack_indexes(wanted)), Done)
 
     async def read(self, metadata: HasRows, units: Places | None, layout: str | None) -> TensorDict:
         """``units`` None: all rows lie in unit 0."""

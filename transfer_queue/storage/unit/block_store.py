@@ -104,10 +104,9 @@ class BlockStore(HeldBlocks):
         held = {name: indexes[~field.missing(slots)] for name, field in self._fields.items()}
         return {name: some for name, some in held.items() if len(some)}
 
-    def delete(self, indexes: IntArray) -> int:
-        """Delete all fields of these indexes, skipping unknown ones. Returns the number of values deleted."""
+    def delete(self, indexes: IntArray) -> None:
+        """Delete all fields of these indexes, skipping unknown ones."""
         slots = distinct(self._table.find(indexes))
-        deleted = 0
         self.look_for_disk()
         for name, field in list(self._fields.items()):
             mine = slots[~field.missing(slots)]
@@ -115,10 +114,8 @@ class BlockStore(HeldBlocks):
                 continue
             field.delete(mine)
             self._table.release(mine)
-            deleted += len(mine)
             if not field.blocks:
                 del self._fields[name]
-        return deleted
 
     def replaced_nbytes(self, indexes: IntArray, fields: Iterable[str]) -> int:
         """Bytes that a write of these fields of these indexes would free."""

@@ -28,7 +28,6 @@ from transfer_queue.storage.messages import (
     Columns,
     Commit,
     Delete,
-    Deleted,
     EndSession,
     EndWrite,
     Held,
@@ -425,11 +424,12 @@ class StorageUnit:
                 each.undo()
 
     def _delete(self, call: Call, request: Delete) -> Reply:
-        return Deleted(request.id, self.delete(unpack_indexes(request.indexes)))
+        self.delete(unpack_indexes(request.indexes))
+        return Done(request.id)
 
-    def delete(self, indexes: IntArray) -> int:
-        """Delete all fields of these samples, also those that aren't committed. Returns how many values there were."""
-        count = self._blocks.delete(indexes)
+    def delete(self, indexes: IntArray) -> None:
+        """Delete all fields of these samples, also those that aren't committed."""
+        self._blocks.delete(indexes)
         for uncommitted in [each for each in self._uncommitted if np.isin(each.write.indexes, indexes).any()]:
             rest = uncommitted.write.without(indexes)  # a commit would bring the others back
             self._uncommitted_nbytes += rest.nbytes - uncommitted.write.nbytes
@@ -439,7 +439,6 @@ class StorageUnit:
                 wait.answer = _cleared
                 self.calls.waits.examine(wait)
         self._freed()
-        return count
 
     def _held(self, call: Call, request: AskHeld) -> Reply:
         held = self._blocks.held(unpack_indexes(request.indexes))
