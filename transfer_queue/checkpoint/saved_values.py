@@ -15,19 +15,19 @@ from numpy.typing import NDArray
 
 from transfer_queue.checkpoint.field_files import INT64, MOST_ROWS, READ_NBYTES, BlockReader, FieldWriter
 from transfer_queue.checkpoint.files import (
-    STORAGE,
     VALUES,
     DataFile,
     PartitionFiles,
     SavedFile,
     ValueFiles,
+    decoded,
     plain,
     write_array,
     write_bytes,
 )
 from transfer_queue.checkpoint.saved_state import SavedSamples, SavedState
 from transfer_queue.control.rows import positions_in
-from transfer_queue.control.saved import FORMAT, FORMATS, SavedQueue
+from transfer_queue.control.saved import FORMAT, SavedQueue
 from transfer_queue.errors import CheckpointError
 from transfer_queue.protocol import by_row, runs_of, unpack_indexes
 from transfer_queue.storage.base import StorageManager
@@ -138,7 +138,7 @@ class SavedValues:
         Raises:
             CheckpointError: files are missing, changed, or of a newer version, or hold other samples.
         """
-        manifest = _decoded(SavedFile(root, expected).whole())
+        manifest = decoded(SavedFile(root, expected).whole(), ValueFiles, str(root / VALUES))
         self.blocks: dict[tuple[str, str], list[BlockReader]] = {}
         """By partition and field."""
         self.nbytes: dict[tuple[str, str], int] = {}
@@ -224,13 +224,3 @@ def _blocks(directory: Path, partition: PartitionFiles, saved: SavedSamples) -> 
                 f"partition {partition.name!r}: the values of field {field.name!r} are not all there."
             )
     return blocks
-
-
-def _decoded(data: bytes) -> ValueFiles:
-    try:
-        manifest = msgspec.json.decode(data, type=ValueFiles)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{STORAGE}/{VALUES} can't be read: {error}.") from error
-    if manifest.format not in FORMATS:
-        raise CheckpointError(f"{STORAGE}/{VALUES} has format {manifest.format}, this version reads {FORMAT}.")
-    return manifest
