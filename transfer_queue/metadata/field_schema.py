@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from transfer_queue.errors import InvalidRequestError, SchemaConflictError, UnsupportedValueError
-from transfer_queue.metadata.meta_rows import pick
+from transfer_queue.metadata.meta_rows import check_length, pick
 
 if TYPE_CHECKING:
     import torch
@@ -144,11 +144,7 @@ def _normalized_entry(name: str, entry: Mapping[str, Any], num_rows: int) -> Ent
     if copied.get("shape") is not None:
         copied["shape"] = tuple(copied["shape"])
     for key in _PER_ROW:
-        rows = copied.get(key)
-        if rows is not None and len(rows) != num_rows:
-            raise InvalidRequestError(
-                f"field {name!r} has {len(rows)} {key}, the batch has {num_rows} rows. Give one per row."
-            )
+        check_length(f"{key} of field {name!r}", copied.get(key), num_rows)
     if copied.get("per_sample_shapes") is not None:
         shapes = copied["per_sample_shapes"]
         copied["per_sample_shapes"] = [shape if shape is None else tuple(shape) for shape in shapes]
