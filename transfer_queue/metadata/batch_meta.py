@@ -269,22 +269,8 @@ class BatchMeta(Annotations):
             ValueError: field names, dtypes or values in extra_info differ.
         """
         parts = [part for part in data if part is not None and part.size]
-        return cls._join(parts, validate) if parts else cls.empty()
-
-    def _take(self, positions: slice | list[int]) -> BatchMeta:
-        """The rows at these positions (in range), sharing nothing that is written in place."""
-        part = type(self).__new__(type(self))
-        part._adopt(self)
-        part._set_rows({name: pick(getattr(self, name), positions) for name in _OF_ROWS})
-        part.production_status = np.array(np.asarray(self.production_status)[positions], dtype=np.int8)
-        part.field_schema = take_rows(self.field_schema, positions)
-        part.extra_info = dict(self.extra_info)
-        part.heads = None if self.heads is None else pick(self.heads, positions)
-        part.most_rows = 0
-        return part
-
-    @classmethod
-    def _join(cls, parts: list[BatchMeta], validate: bool) -> BatchMeta:
+        if not parts:
+            return cls.empty()
         whole = cls(extra_info=merge_extra_info([part.extra_info for part in parts], validate=validate))
         whole._set_rows({name: [row for part in parts for row in getattr(part, name)] for name in _OF_ROWS})
         whole.production_status = np.concatenate([np.asarray(part.production_status, dtype=np.int8) for part in parts])
@@ -298,6 +284,18 @@ class BatchMeta(Annotations):
         whole.batch_index = _only({part.batch_index for part in parts})
         whole.unread = tuple({batch for part in parts for batch in part.unread})
         return whole
+
+    def _take(self, positions: slice | list[int]) -> BatchMeta:
+        """The rows at these positions (in range), sharing nothing that is written in place."""
+        part = type(self).__new__(type(self))
+        part._adopt(self)
+        part._set_rows({name: pick(getattr(self, name), positions) for name in _OF_ROWS})
+        part.production_status = np.array(np.asarray(self.production_status)[positions], dtype=np.int8)
+        part.field_schema = take_rows(self.field_schema, positions)
+        part.extra_info = dict(self.extra_info)
+        part.heads = None if self.heads is None else pick(self.heads, positions)
+        part.most_rows = 0
+        return part
 
     def _set_rows(self, rows: Mapping[str, list[Any]]) -> None:
         """``rows``: the attributes ``_OF_ROWS``. What is written in place is copied."""
