@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transfer_queue.errors import InvalidRequestError
-from transfer_queue.metadata.annotations import Annotations, Tags, copy_tags, merge_extra_info, same_value
+from transfer_queue.metadata.annotations import Annotations, copy_tags, merge_extra_info, same_value
 from transfer_queue.metadata.field_schema import (
     Schema,
     Shape,
@@ -373,10 +373,10 @@ class BatchMeta(Annotations):
     def _united(self, other: BatchMeta) -> BatchMeta:
         mine, theirs = self.copy(), other.copy()
         mine.production_status &= theirs.production_status
-        mine.custom_meta = _merged_rows(mine.custom_meta, theirs.custom_meta)
-        mine._custom_backend_meta = _merged_rows(mine._custom_backend_meta, theirs._custom_backend_meta)
+        for name in ("custom_meta", "_custom_backend_meta", "_tags_as_made"):
+            rows = zip(getattr(mine, name), getattr(theirs, name), strict=True)
+            setattr(mine, name, [{**left, **right} for left, right in rows])
         mine._padding = list(map(operator.or_, mine._padding, theirs._padding))
-        mine._tags_as_made = _merged_rows(mine._tags_as_made, theirs._tags_as_made)
         mine.field_schema.update(theirs.field_schema)
         mine.extra_info.update(theirs.extra_info)
         mine.token = _only({mine.token, theirs.token} - {None})
@@ -405,10 +405,6 @@ _OF_ROWS = ("global_indexes", "partition_ids", "custom_meta", "_custom_backend_m
 _ATTRIBUTES = (*Annotations.__slots__, *BatchMeta.__slots__)
 # Not the snapshot of the tags and the unread batches: they say how the batch came about, not what it is.
 _COMPARED = tuple(name for name in _ATTRIBUTES if name not in ("_tags_as_made", "most_rows", "unread"))
-
-
-def _merged_rows(mine: list[Tags], theirs: list[Tags]) -> list[Tags]:
-    return [{**left, **right} for left, right in zip(mine, theirs, strict=True)]
 
 
 def _only(values: set[Any]) -> Any:
