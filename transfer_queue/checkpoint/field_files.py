@@ -142,6 +142,7 @@ class BlockReader:
 
     def __init__(self, directory: Path, block: BlockFiles, all_samples: IntArray) -> None:
         self._block = block
+        self.nbytes = block.values.nbytes
         self._values = SavedFile(directory, block.values)
         self.samples = all_samples
         if block.samples is not None:
@@ -178,7 +179,7 @@ class BlockReader:
     def mapped(self) -> WireColumn:
         """All rows, where they lie in the file."""
         block, data = self._block, np.empty(0, np.uint8)
-        if block.values.nbytes > self._skip:
+        if self.nbytes > self._skip:
             data = np.memmap(self._values.path, np.uint8, "r", self._skip)
         return WireColumn.received(block.layout, block.rows, data, self._row_meta(0, block.rows))
 
@@ -190,7 +191,7 @@ class BlockReader:
             shape = (end, *layout.shape) if layout.kind == "dense" else (end,)
             nbytes = self._values.header(dtype_of(layout), shape)
         entry = layout.row_nbytes if layout.kind == "dense" else layout.itemsize
-        if nbytes + end * entry != block.values.nbytes:
+        if nbytes + end * entry != self.nbytes:
             raise CheckpointError(f"{self._values.path} has other rows than its list says.")
         return nbytes
 

@@ -141,15 +141,11 @@ class SavedValues:
         manifest = decoded(SavedFile(root, expected).whole(), ValueFiles, str(root / VALUES))
         self.blocks: dict[tuple[str, str], list[BlockReader]] = {}
         """By partition and field."""
-        self.nbytes: dict[tuple[str, str], int] = {}
-        """By partition and field, the size of its files of values."""
         for partition, saved in zip_longest(manifest.partitions, state.samples()):
             if partition is None or saved is None or partition.name != saved.partition:
                 raise CheckpointError(f"{root / VALUES} is about other partitions than the saved state of the queue.")
-            blocks = _blocks(root / plain(partition.directory), partition, saved)
-            for field in partition.fields:
-                self.blocks[partition.name, field.name] = blocks[field.name]
-                self.nbytes[partition.name, field.name] = sum(block.values.nbytes for block in field.blocks)
+            for field, own in _blocks(root / plain(partition.directory), partition, saved).items():
+                self.blocks[partition.name, field] = own
 
     def verify(self) -> None:
         """Read everything. Raises CheckpointError for the first file that differs from what was written."""
