@@ -169,10 +169,9 @@ def values_in(placed: PlacedColumns, count: int, field: str, allow_pickle: bool 
 
 
 def _of_values(values: Sequence[Any], options: _Options) -> Any:
-    column = column_of(values)
-    if options.layout == "dense" and isinstance(column, torch.Tensor) and column.is_nested:
+    if are_alike(values):
         return _of_wire(join_rows(values), options._replace(copy=copy_now))
-    return column
+    return column_of(values)
 
 
 def _strided(rows: Sequence[torch.Tensor]) -> Any:
