@@ -95,12 +95,7 @@ def check_layout(layout: str) -> None:
 
 def column_of(values: Sequence[Any]) -> Any:
     """Make a column from one value per row: tensors of one dtype and rank are joined, anything else stays objects."""
-    if are_alike(values):
-        return _of_wire(join_rows(values), _Options("jagged", Jagged()))
-    if any(map(is_tensor_collection, set(map(type, values)))):
-        # NonTensorStack would take a TensorDict for one of its own members.
-        return NonTensorStack(*(NonTensorData(data=value) for value in values))
-    return object_column(values)
+    return _of_values(values, _Options("jagged", Jagged()))
 
 
 class _Options(NamedTuple):
@@ -171,7 +166,10 @@ def values_in(placed: PlacedColumns, count: int, field: str, allow_pickle: bool 
 def _of_values(values: Sequence[Any], options: _Options) -> Any:
     if are_alike(values):
         return _of_wire(join_rows(values), options._replace(copy=copy_now))
-    return column_of(values)
+    if any(map(is_tensor_collection, set(map(type, values)))):
+        # NonTensorStack would take a TensorDict for one of its own members.
+        return NonTensorStack(*(NonTensorData(data=value) for value in values))
+    return object_column(values)
 
 
 def _strided(rows: Sequence[torch.Tensor]) -> Any:
