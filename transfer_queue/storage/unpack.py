@@ -93,11 +93,6 @@ def check_layout(layout: str) -> None:
         raise ConfigError(f"layout is {layout!r}, must be one of {', '.join(map(repr, LAYOUTS))}")
 
 
-def column_of(values: Sequence[Any]) -> Any:
-    """Make a column from one value per row: tensors of one dtype and rank are joined, anything else stays objects."""
-    return _of_values(values, _Options("jagged", Jagged()))
-
-
 class _Options(NamedTuple):
     """How the columns of one batch are made."""
 
@@ -164,6 +159,7 @@ def values_in(placed: PlacedColumns, count: int, field: str, allow_pickle: bool 
 
 
 def _of_values(values: Sequence[Any], options: _Options) -> Any:
+    """Make a column from one value per row: tensors of one dtype and rank are joined, anything else stays objects."""
     if are_alike(values):
         return _of_wire(join_rows(values), options._replace(copy=copy_now))
     if any(map(is_tensor_collection, set(map(type, values)))):
@@ -257,7 +253,9 @@ def _check_count(name: str, column: Any, count: int) -> None:
 def _returned(column: Any) -> Any:
     if isinstance(column, np.ndarray) and column.dtype.kind in "biufc":
         return torch.from_numpy(column)
-    return column if isinstance(column, torch.Tensor) else column_of(values_of(column, len(column)))
+    if isinstance(column, torch.Tensor):
+        return column
+    return _of_values(values_of(column, len(column)), _Options("jagged", Jagged()))
 
 
 # ---- objects ----
