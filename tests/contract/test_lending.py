@@ -154,7 +154,7 @@ def test_out_of_descriptors_a_lender_refuses_at_once_and_lends_again_when_there_
 def test_a_lender_that_has_not_even_a_spare_descriptor_closes_instead_of_spinning(place):
     with socket.socket(socket.AF_UNIX, SEQPACKET) as refused:
         refused.connect(place.path)
-        place.lender._drop_spare()  # as where another thread had been quicker to use it
+        place.lender._spare.close()  # as where another thread had been quicker to use it
         with no_descriptors():
             assert place.turn()
             assert place.acts == {}

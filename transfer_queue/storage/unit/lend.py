@@ -33,7 +33,7 @@ class Lender:
             self._door.bind(path)
             self._door.listen(_BACKLOG)
             self._door.setblocking(False)
-            self._spare = os.dup(descriptors[0])
+            self._spare = self._door.dup()
             self._stop = attend(self._door.fileno(), self._lend)
         except OSError:
             self._door.close()
@@ -45,7 +45,7 @@ class Lender:
             return
         self._stop()
         self._door.close()
-        self._drop_spare()
+        self._spare.close()
         with contextlib.suppress(OSError):  # its directory has been removed
             os.unlink(self._path)
 
@@ -65,19 +65,14 @@ class Lender:
 
         Without a spare, the only way out is to close for good.
         """
-        had_spare = self._spare >= 0
-        self._drop_spare()
+        had_spare = self._spare.fileno() >= 0
+        self._spare.close()
         with contextlib.suppress(OSError):
             self._door.accept()[0].close()
             had_spare = True
-            self._spare = os.dup(self._descriptors[0])
+            self._spare = self._door.dup()
         if not had_spare:
             self.close()
-
-    def _drop_spare(self) -> None:
-        if self._spare >= 0:
-            os.close(self._spare)
-            self._spare = -1
 
 
 def lend_arena(server: SocketServer, file: SpillFile | None = None) -> Arena | None:
