@@ -17,6 +17,7 @@ from transfer_queue.storage.wire import (
     Positions,
     WireColumn,
     as_run,
+    count_of,
     distinct,
     gather,
     groups,
@@ -201,19 +202,9 @@ class FieldBlocks:
         start, stop = block.left, self._step_end(block.column, block.left, self._step_of(block))
         rows = start + np.flatnonzero(self._lives(block, slice(start, stop)))
         block.left = stop
-        if not len(rows):
-            return
-        try:
-            column = self._gathered([(block.column, as_run(rows))], block.on_disk)
-        except MemoryError:
+        if len(rows) and not self._relocate([(block, as_run(rows))]):
             del self._held.moving[block]
             block.stays = True
-            return
-        slots = block.slots[rows]
-        self._mark_dead(block, rows)
-        if not block.live:
-            self._remove(block)
-        self._insert(slots, as_run(slots), column)
 
     def _step_of(self, block: Block) -> int:
         step = self._held.step_nbytes
@@ -237,9 +228,9 @@ class FieldBlocks:
         if block.mostly_dead:
             self.compact(block)
 
-    def _mark_dead(self, block: Block, rows: NDArray[np.integer]) -> None:
+    def _mark_dead(self, block: Block, rows: slice | NDArray[np.integer]) -> None:
         nbytes = block.column.rows_nbytes(rows)
-        block.live -= len(rows)
+        block.live -= count_of(rows)
         block.live_nbytes -= nbytes
         self._held.live_nbytes -= nbytes
 
@@ -289,18 +280,24 @@ class FieldBlocks:
 
         Without memory they stay as they are: the dead rows take room, but nothing is wrong.
         """
-        selected: list[tuple[WireColumn, Positions]] = []
-        slots = []
+        parts: list[tuple[Block, Positions]] = []
         for block in blocks:
             every = slice(0, block.column.rows)
-            rows = every if block.live == every.stop else np.flatnonzero(self._lives(block, every))
-            selected.append((block.column, rows))
-            slots.append(block.slots[rows])
+            parts.append((block, every if block.live == every.stop else np.flatnonzero(self._lives(block, every))))
+        self._relocate(parts)
+
+    def _relocate(self, parts: Sequence[tuple[Block, Positions]]) -> bool:
+        """Copy these live rows into one new block, and free blocks without others. False: there is no room for it."""
         try:
-            column = self._gathered(selected, all(block.on_disk for block in blocks))
+            column = self._gathered(
+                [(block.column, rows) for block, rows in parts], all(block.on_disk for block, _ in parts)
+            )
         except MemoryError:
-            return
-        for block in blocks:
-            self._remove(block)
-        together = np.concatenate(slots)
-        self._insert(together, as_run(together), column)
+            return False
+        slots = np.concatenate([block.slots[rows] for block, rows in parts])
+        for block, rows in parts:
+            self._mark_dead(block, rows)
+            if not block.live:
+                self._remove(block)
+        self._insert(slots, as_run(slots), column)
+        return True
