@@ -100,7 +100,7 @@ def _has_rows(shared: Any, count: int) -> bool:
     return isinstance(shared, list) and len(shared) == count
 
 
-def named_columns(data: TensorDict) -> Iterator[tuple[str, Any]]:
+def named_columns(data: Any) -> Iterator[tuple[str, Any]]:
     for name in data.keys():  # noqa: SIM118 (iterating a TensorDict gives rows)
         try:
             yield name, data.get(name)

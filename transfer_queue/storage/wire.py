@@ -160,7 +160,7 @@ class WireColumn:
             nbytes = self.bounds[rows.stop] - self.bounds[rows.start]
         else:
             nbytes = (self.bounds[rows + 1] - self.bounds[rows]).sum()
-        return int(nbytes) + count * self.row_meta.shape[1] * self.row_meta.itemsize
+        return int(nbytes + count * self.row_meta.shape[1] * self.row_meta.itemsize)
 
     def moved_to(self, data: ByteArray) -> WireColumn:
         """The same column with its bytes there. It keeps nothing of the old one."""
