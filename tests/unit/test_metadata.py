@@ -110,7 +110,7 @@ def test_one_dict_given_for_all_rows_is_not_shared_between_them():
 )
 def test_lengths_that_disagree_are_refused(wrong):
     with pytest.raises(
-        ValueError, match=next(iter(wrong)).replace("field_schema", "field 'ids' has 1 per_sample_shapes")
+        ValueError, match=next(iter(wrong)).replace("field_schema", "per_sample_shapes of field 'ids' has 1")
     ):
         BatchMeta(**{"global_indexes": [1, 2], "partition_ids": ["p", "p"], **wrong})
 
