@@ -44,7 +44,7 @@ STEPS: dict[str, list[tuple[Any, str]]] = {
     "wait for the answer": [(caller, "wait_for_some")],
     "metadata": [(get, "to_meta")],
     "memory for the batch": [(recycling, "empty")],
-    "copy": [(Copies, "finish"), (Copies, "__call__"), (Copies, "rows")],
+    "copy": [(Copies, "finish"), (Copies, "__call__")],
     "tensors of columns": [(unpack, "unpack"), (unpack_fast.Jagged, "__call__"), (unpack_fast.Jagged, "even")],
     "ask for the next batch": [(batch_stream, "request")],
     "look at every page": [(cases, "touch")],

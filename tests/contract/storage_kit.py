@@ -21,7 +21,7 @@ from tensordict import NonTensorStack, TensorDict
 from tests.local_caller import LocalCaller
 from transfer_queue.server.front import Front
 from transfer_queue.storage.backends import StorageManagerFactory
-from transfer_queue.storage.base import StorageManager
+from transfer_queue.storage.base import RowsOf, StorageManager
 from transfer_queue.storage.messages import INLINE_NBYTES, UnitStats
 from transfer_queue.storage.unit.lend import lend_arena
 from transfer_queue.storage.unit.unit import StorageUnit
@@ -46,7 +46,7 @@ class Backend:
         return run_blocking(self.manager.put_data(data, meta(indexes, data.keys()), parser))
 
     def get(self, indexes, *fields: str, layout: str | None = None) -> TensorDict:
-        return run_blocking(self.manager.get_rows(indexes, fields, layout))
+        return run_blocking(self.manager.read(RowsOf(indexes, fields), None, layout))
 
     def column(self, indexes, field: str, layout: str | None = None):
         return self.get(indexes, field, layout=layout).get(field)

@@ -34,7 +34,7 @@ class Place:
         self.lent.write(b"lent")
         self.poller = select.poll()
         self.acts: dict[int, Callable[[], object]] = {}
-        self.lender = Lender(path, self.attend, [self.lent.fileno()], b"hello")
+        self.lender = Lender(path, self.attend, [self.lent.fileno()])
 
     def attend(self, descriptor: int, ready: Callable[[], object]) -> Callable[[], None]:
         self.poller.register(descriptor, select.POLLIN)
@@ -53,13 +53,13 @@ class Place:
             self.acts[descriptor]()
         return bool(ready)
 
-    def borrow(self) -> tuple[int, bytes] | None:
-        made: list[tuple[list[int], bytes] | None] = []
+    def borrow(self) -> int:
+        made: list[list[int]] = []
         thread = threading.Thread(target=lambda: made.append(borrow(self.path)))
         thread.start()
         while thread.is_alive():
             self.turn(0.02)
-        return None if made[0] is None else (made[0][0][0], made[0][1])
+        return made[0][0]
 
     def close(self) -> None:
         self.lender.close()
@@ -97,10 +97,8 @@ def place(tmp_path: Path) -> Iterator[Place]:
     assert (descriptors(), os.path.exists(made.path)) == (before, False)
 
 
-def test_each_borrower_gets_a_descriptor_of_its_own_and_the_greeting(place):
-    found = [place.borrow(), place.borrow()]
-    numbers = [descriptor for descriptor, _ in found]
-    assert [greeting for _, greeting in found] == [b"hello", b"hello"]
+def test_each_borrower_gets_a_descriptor_of_its_own(place):
+    numbers = [place.borrow(), place.borrow()]
     assert len({place.lent.fileno(), *numbers}) == 3
     assert os.pread(numbers[1], 10, 0) == b"lent"
     assert not os.get_inheritable(numbers[0])
@@ -110,23 +108,23 @@ def test_each_borrower_gets_a_descriptor_of_its_own_and_the_greeting(place):
 
 def test_what_was_lent_stays_when_the_lender_has_closed(tmp_path):
     place = Place(str(tmp_path / "door"))
-    descriptor, _ = place.borrow()
+    descriptor = place.borrow()
     place.lender.close()
     place.close()
     assert os.pread(descriptor, 10, 0) == b"lent"
-    assert borrow(place.path) is None
+    assert borrow(place.path) == []
     os.close(descriptor)
 
 
 def test_nothing_is_left_of_borrowers_that_come_and_go(place):
     before = descriptors()
     for _ in range(20):
-        os.close(place.borrow()[0])
+        os.close(place.borrow())
     assert descriptors() == before
 
 
 def test_a_child_started_by_exec_does_not_inherit_what_was_borrowed(place):
-    descriptor, _ = place.borrow()
+    descriptor = place.borrow()
     look = f"import os, sys; sys.exit(os.path.lexists('/proc/self/fd/{descriptor}'))"
     assert subprocess.run([sys.executable, "-c", look], close_fds=False).returncode == 0
     os.close(descriptor)
@@ -139,9 +137,7 @@ def test_a_stranger_that_talks_or_leaves_before_it_is_let_in_harms_nobody(place,
         stranger.send(said)
     while place.turn():
         pass
-    descriptor, greeting = place.borrow()
-    os.close(descriptor)
-    assert greeting == b"hello"
+    os.close(place.borrow())
 
 
 def test_out_of_descriptors_a_lender_refuses_at_once_and_lends_again_when_there_are_some(place):
@@ -151,18 +147,18 @@ def test_out_of_descriptors_a_lender_refuses_at_once_and_lends_again_when_there_
             assert place.turn()
             assert not place.turn(), "it is told no more of one that it can do nothing for"
             assert refused.recv(100) == b""
-    descriptor, _ = place.borrow()
+    descriptor = place.borrow()
     os.close(descriptor)
 
 
 def test_a_lender_that_has_not_even_a_spare_descriptor_closes_instead_of_spinning(place):
     with socket.socket(socket.AF_UNIX, SEQPACKET) as refused:
         refused.connect(place.path)
-        place.lender._drop_spare()  # as where another thread had been quicker to use it
+        place.lender._spare.close()  # as where another thread had been quicker to use it
         with no_descriptors():
             assert place.turn()
             assert place.acts == {}
-    assert borrow(place.path) is None
+    assert borrow(place.path) == []
 
 
 def test_there_is_nothing_to_borrow_where_nobody_listens(tmp_path):
@@ -171,7 +167,7 @@ def test_there_is_nothing_to_borrow_where_nobody_listens(tmp_path):
     with socket.socket(socket.AF_UNIX, SEQPACKET) as door:
         door.bind(stale)
     plain.write_bytes(b"")
-    assert [borrow(path) for path in (str(tmp_path / "nothing"), stale, str(plain), "x" * 200)] == [None] * 4
+    assert [borrow(path) for path in (str(tmp_path / "nothing"), stale, str(plain), "x" * 200)] == [[]] * 4
     assert descriptors() == before
 
 
@@ -181,7 +177,7 @@ def test_there_is_nothing_to_borrow_from_a_process_that_does_not_answer_in_time(
         door.bind(str(tmp_path / "door"))
         door.listen()
         began = time.monotonic()
-        assert borrow(str(tmp_path / "door"), timeout_s=0.05) is None
+        assert borrow(str(tmp_path / "door"), timeout_s=0.05) == []
         assert time.monotonic() - began >= 0.05
     assert descriptors() == before
 
@@ -202,7 +198,7 @@ def test_of_a_strange_lender_at_most_two_descriptors_are_taken(tmp_path, lent):
         thread.start()
         found = borrow(str(tmp_path / "door"))
         thread.join()
-        assert (found is None) == (lent == 0)
-        for descriptor in found[0] if found is not None else ():
+        assert bool(found) == (lent > 0)
+        for descriptor in found:
             os.close(descriptor)
     assert descriptors() == before

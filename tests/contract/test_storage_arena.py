@@ -18,6 +18,7 @@ from tensordict import TensorDict
 
 from tests.contract.storage_kit import ARENAS, BACKENDS, Backend, hosted, meta, until
 from tests.contract.transport_kit import held
+from transfer_queue.storage.base import RowsOf
 from transfer_queue.storage.pack import prepare
 from transfer_queue.storage.shm.connect import UnitConnection
 from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
@@ -64,7 +65,7 @@ def test_values_lie_in_the_arena_and_clients_find_them_there(storage):
 def test_a_client_that_wants_no_arena_gets_and_puts_the_same_in_frames(storage):
     frames, data = storage.another(arena=False), large(192)
     storage.put({"x": data}, range(192))
-    assert torch.equal(run_blocking(frames.get_rows(range(192), ["x"], "dense"))["x"], data)
+    assert torch.equal(run_blocking(frames.read(RowsOf(range(192), ["x"]), None, "dense"))["x"], data)
     run_blocking(frames.put_data(TensorDict({"x": -data}, batch_size=[192]), meta(range(192), ["x"])))
     assert torch.equal(storage.column(range(192), "x", "dense"), -data)
     assert paths(run_blocking(frames.stats())) == {"frames"}
@@ -75,7 +76,7 @@ def test_which_way_values_go_is_decided_by_the_first_put_or_get(storage):
     storage.put({"x": large(64)}, range(64))
     told.append(paths(run_blocking(storage.manager.stats())))
     reader = storage.another()
-    run_blocking(reader.get_rows([3], ["x"]))
+    run_blocking(reader.read(RowsOf([3], ["x"]), None, None))
     told.append(paths(run_blocking(reader.stats())))
     assert told == [{"undecided"}, {"arena"}, {"arena"}]
 
@@ -149,7 +150,10 @@ def test_a_put_that_is_cancelled_while_it_waits_holds_up_nobody_and_leaves_nothi
 
 def test_a_write_that_has_leased_memory_goes_on_when_its_connection_is_closed_and_later_ones_are_frames(tmp_path):
     with hosted(tmp_path, 0):
-        connection, columns = UnitConnection(Peer("u0", f"ipc://{tmp_path}/u0")), prepare({"x": large(4)})
+        connection, columns = (
+            UnitConnection(Peer("u0", f"ipc://{tmp_path}/u0")),
+            prepare(TensorDict({"x": large(4)}, batch_size=[4])),
+        )
         write = UnitWrite(connection, slice(0, 4), columns, 0)
         session = Session("writer", connection.peer)
         run_blocking(write.lease(session, 7, b"", 1.0, 30.0))

@@ -7,7 +7,6 @@ import asyncio
 import os
 import select
 import socket
-import struct
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from tensordict import TensorDict
 
 from tests.contract.storage_kit import Backend, hosted, meta
+from transfer_queue.storage.base import RowsOf
 from transfer_queue.storage.messages import PAGE_NBYTES
 from transfer_queue.storage.shm.connect import UnitConnection
 from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
@@ -50,7 +50,7 @@ async def put(manager: SharedMemoryManager) -> None:
 
 
 async def get(manager: SharedMemoryManager) -> None:
-    assert torch.equal((await manager.get_rows(range(64), ["x"]))["x"], torch.arange(64))
+    assert torch.equal((await manager.read(RowsOf(range(64), ["x"]), None, None))["x"], torch.arange(64))
 
 
 async def stored(manager: SharedMemoryManager) -> None:
@@ -110,7 +110,7 @@ def test_closing_a_connection_does_not_wait_and_an_arena_that_comes_later_is_unm
         assert select.select([connection], [], [], 0)[0] == [], "it waits to be told"
         lent = os.memfd_create("late")
         os.truncate(lent, 2 * PAGE_NBYTES)
-        socket.send_fds(connection, [struct.pack("<Q", PAGE_NBYTES)], [lent])
+        socket.send_fds(connection, [b"\0"], [lent])
         os.close(lent)
         thread.join(WAIT_S)
         connection.settimeout(WAIT_S)

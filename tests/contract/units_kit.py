@@ -21,6 +21,7 @@ from transfer_queue.control.plane import ControlPlane
 from transfer_queue.server.front import Front
 from transfer_queue.server.janitor import Janitor
 from transfer_queue.storage.backends import StorageManagerFactory
+from transfer_queue.storage.base import RowsOf
 from transfer_queue.storage.shm import write as writes
 from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
 from transfer_queue.storage.unit.lend import lend_arena
@@ -168,7 +169,7 @@ def write(manager: SharedMemoryManager, indexes: range, data: TensorDict | None 
 
 
 def read(manager: SharedMemoryManager, indexes: range, units: p.UnitRuns | None, field: str = "x") -> torch.Tensor:
-    column: torch.Tensor = run_blocking(manager.get_rows(indexes, [field], "dense", {field: units}))[field]
+    column: torch.Tensor = run_blocking(manager.read(RowsOf(indexes, [field]), {field: units}, "dense"))[field]
     return column
 
 

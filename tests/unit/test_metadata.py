@@ -110,7 +110,7 @@ def test_one_dict_given_for_all_rows_is_not_shared_between_them():
 )
 def test_lengths_that_disagree_are_refused(wrong):
     with pytest.raises(
-        ValueError, match=next(iter(wrong)).replace("field_schema", "field 'ids' has 1 per_sample_shapes")
+        ValueError, match=next(iter(wrong)).replace("field_schema", "per_sample_shapes of field 'ids' has 1")
     ):
         BatchMeta(**{"global_indexes": [1, 2], "partition_ids": ["p", "p"], **wrong})
 
@@ -426,7 +426,7 @@ def test_status_is_writable_after_unpickling_from_a_read_only_buffer():
 
 def test_state_that_lacks_an_attribute_gets_its_default():
     state = make(2).__getstate__()
-    del state["_padding"], state["_token"]
+    del state["_padding"], state["token"]
     restored = BatchMeta.__new__(BatchMeta)
     restored.__setstate__(state)
     assert (restored.padding_mask, restored.token, restored.global_indexes) == ([False, False], None, [0, 1])

@@ -8,7 +8,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -39,55 +39,45 @@ def _sibling(path: Path, suffix: str) -> Path:
 
 
 class Staging:
-    """Creates a checkpoint: ``path`` is the directory for files after ``begin``. On errors, the earlier checkpoint
-    stays.
-    """
+    """Creates a checkpoint, in a context: ``path`` is the directory for files. On errors, the earlier one stays."""
 
     def __init__(self, target: str | os.PathLike[str]) -> None:
-        self.target = _resolved(target)
-        self.path = _sibling(self.target, ".tmp")
-        self._lock = -1
-
-    def begin(self) -> None:
         """Create the temporary directory.
 
         Raises:
             CheckpointError: the target holds something else, or another process is saving there.
         """
+        self.target = _resolved(target)
+        self.path = _sibling(self.target, ".tmp")
+        self._lock = ExitStack()
         try:
             repair(self.target)
-            self._check_target()
+            if self.target.exists():
+                refuse_foreign(self.target, os.listdir(self.target))
             self.target.parent.mkdir(parents=True, exist_ok=True)
             if self.path.exists():  # left by a killed save
                 with _locked(self.path):
                     _remove(self.path)
             self.path.mkdir()
-            self._lock = _lock(self.path)
+            self._lock.enter_context(_locked(self.path))
         except OSError as error:
             raise self._failed(error) from error
 
     def __enter__(self) -> Staging:
         return self
 
-    def _check_target(self) -> None:
-        if self.target.exists():
-            refuse_foreign(self.target, os.listdir(self.target))
-
     def commit(self) -> None:
-        """Sync the complete files and swap them in."""
-        try:
-            old = _sibling(self.target, ".old")
-            _remove(old)
-            for directory, _, files in os.walk(self.path):
-                for name in (*files, "."):
-                    sync(Path(directory) / name)
-            if self.target.exists():
-                os.rename(self.target, old)
-            os.rename(self.path, self.target)
-            sync(self.target.parent)
-            _remove(old)
-        except OSError as error:
-            raise self._failed(error) from error
+        """Sync the complete files and swap them in. The context that it is called in explains an OSError."""
+        old = _sibling(self.target, ".old")
+        _remove(old)
+        for directory, _, files in os.walk(self.path):
+            for name in (*files, "."):
+                sync(Path(directory) / name)
+        if self.target.exists():
+            os.rename(self.target, old)
+        os.rename(self.path, self.target)
+        sync(self.target.parent)
+        _remove(old)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -96,7 +86,7 @@ class Staging:
             shutil.rmtree(self.path, ignore_errors=True)
             with contextlib.suppress(OSError):  # the first error is the one to report
                 repair(self.target)
-        os.close(self._lock)
+        self._lock.close()
         if isinstance(error, OSError) and not isinstance(error, TransferQueueError):
             raise self._failed(error) from error
 
@@ -107,9 +97,7 @@ class Staging:
 
 def copy_to(source: Path, target: str | os.PathLike[str]) -> None:
     """Copy a complete checkpoint into another directory. Raises CheckpointError; an earlier checkpoint stays."""
-    staging = Staging(target)
-    staging.begin()
-    with staging:
+    with Staging(target) as staging:
         shutil.copytree(source, staging.path, dirs_exist_ok=True)
         staging.commit()
 
@@ -171,24 +159,18 @@ def discard(target: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def _locked(staged: Path) -> Iterator[None]:
-    lock = _lock(staged)
+    """The directory of a save that runs; the lock ends with its process."""
+    lock = os.open(staged, os.O_RDONLY)
     try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(f"another process is saving a checkpoint there now: {staged} is in use.") from error
+        except OSError:
+            pass  # the file system has no locks: users must not save twice to one place at the same time
         yield
     finally:
         os.close(lock)
-
-
-def _lock(staged: Path) -> int:
-    """Lock the directory while a save runs; the lock ends with its process."""
-    lock = os.open(staged, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(lock)
-        raise CheckpointError(f"another process is saving a checkpoint there now: {staged} is in use.") from error
-    except OSError:
-        pass  # the file system has no locks: users must not save twice to one place at the same time
-    return lock
 
 
 def _remove(path: Path) -> None:

@@ -20,7 +20,6 @@ from transfer_queue.checkpoint.files import (
 )
 from transfer_queue.errors import CheckpointError, ProtocolError
 from transfer_queue.storage.wire import (
-    OBJECTS,
     IntArray,
     Layout,
     PlacedColumns,
@@ -28,6 +27,7 @@ from transfer_queue.storage.wire import (
     WireColumn,
     join,
     running_sum,
+    runs_within,
 )
 
 INT64 = np.dtype("<i8")
@@ -103,9 +103,7 @@ class _BlockWriter:
     def add(self, samples: IntArray, column: WireColumn) -> None:
         self._samples.append(samples)
         self._values.write(column.data)
-        if self._layout.kind == "objects":
-            self._row_meta.append(np.diff(column.bounds))
-        elif column.row_meta is not None:
+        if column.row_meta is not None:
             self._row_meta.append(column.row_meta)
 
     def close(self, all_samples: IntArray) -> BlockFiles:
@@ -113,9 +111,9 @@ class _BlockWriter:
         count = len(samples)
         if self._layout.kind != "dense":
             row_meta = np.concatenate(self._row_meta)
-            sizes = row_meta if row_meta.ndim == 1 else row_meta.prod(axis=1)
+            sizes = row_meta.prod(axis=1)
             offsets = self._write("offsets", running_sum(sizes))
-            shapes = self._write("shapes", row_meta) if row_meta.ndim == 2 and row_meta.shape[1] > 1 else None
+            shapes = self._write("shapes", row_meta) if row_meta.shape[1] > 1 else None
             count = int(sizes.sum())
         values = self._values.finish(count) if isinstance(self._values, GrowingArray) else self._values.close()
         own = None if np.array_equal(samples, all_samples) else self._write("samples", samples)
@@ -130,18 +128,13 @@ class _BlockWriter:
 
 def joined(placed: PlacedColumns, layout: Layout) -> tuple[IntArray, WireColumn]:
     """Join the rows, by ascending position, into one wire column of this layout. Returns (positions, column)."""
-    if layout.kind == "ragged":
-        placed = [(positions, column.as_ragged()) for positions, column in placed]
     given = [np.arange(at.start, at.stop) if isinstance(at, slice) else at for at, _ in placed]
-    where = np.concatenate(given)
-    if len(placed) == 1 and placed[0][1].selection is None and (np.diff(where) > 0).all():
-        return where, placed[0][1]
-    order = np.argsort(where, kind="stable")
-    rank = np.empty(len(where), np.int64)
-    rank[order] = np.arange(len(where))
-    ranks = np.split(rank, np.cumsum([len(each) for each in given])[:-1])
-    ranked = [(own, column) for own, (_, column) in zip(ranks, placed, strict=True)]
-    return where[order], join(ranked, len(where), layout)
+    where = np.sort(np.concatenate(given))
+    only = placed[0][1]
+    if len(placed) == 1 and only.selection is None and np.array_equal(where, given[0]):
+        return where, only.as_ragged() if layout.kind == "ragged" else only
+    ranked = [(np.searchsorted(where, own), column) for own, (_, column) in zip(given, placed, strict=True)]
+    return where, join(ranked, len(where), layout)
 
 
 class BlockReader:
@@ -149,6 +142,7 @@ class BlockReader:
 
     def __init__(self, directory: Path, block: BlockFiles, all_samples: IntArray) -> None:
         self._block = block
+        self.nbytes = block.values.nbytes
         self._values = SavedFile(directory, block.values)
         self.samples = all_samples
         if block.samples is not None:
@@ -172,8 +166,8 @@ class BlockReader:
         if self._offsets is None:
             edges = np.arange(self._block.rows + 1) * layout.row_nbytes
         else:
-            edges = self._offsets * (layout.itemsize if layout.kind == "ragged" else 1)
-        cuts = _cuts(edges, most_nbytes)
+            edges = self._offsets * layout.itemsize
+        cuts = runs_within(edges, most_nbytes, MOST_ROWS)
         sizes = (int(edges[stop] - edges[start]) for start, stop in cuts)
         for (start, stop), data in zip(cuts, self._values.chunks(sizes, self._skip), strict=True):
             try:
@@ -184,9 +178,10 @@ class BlockReader:
 
     def mapped(self) -> WireColumn:
         """All rows, where they lie in the file."""
-        nbytes, layout, meta = self._values.nbytes - self._skip, self._block.layout, self._row_meta(0, self._block.rows)
-        data = np.memmap(self._values.path, np.uint8, "r", self._skip) if nbytes else np.empty(0, np.uint8)
-        return WireColumn.received(layout, self._block.rows, data, meta)
+        block, data = self._block, np.empty(0, np.uint8)
+        if self.nbytes > self._skip:
+            data = np.memmap(self._values.path, np.uint8, "r", self._skip)
+        return WireColumn.received(block.layout, block.rows, data, self._row_meta(0, block.rows))
 
     def _header(self) -> int:
         """The size of the header before the values. Raises CheckpointError if the rows don't add up to the file."""
@@ -195,28 +190,14 @@ class BlockReader:
         if layout.kind != "objects":
             shape = (end, *layout.shape) if layout.kind == "dense" else (end,)
             nbytes = self._values.header(dtype_of(layout), shape)
-        entry = {"dense": layout.row_nbytes, "ragged": layout.itemsize, "objects": 1}[layout.kind]
-        if nbytes + end * entry != block.values.nbytes:
+        entry = layout.row_nbytes if layout.kind == "dense" else layout.itemsize
+        if nbytes + end * entry != self.nbytes:
             raise CheckpointError(f"{self._values.path} has other rows than its list says.")
         return nbytes
 
     def _row_meta(self, start: int, stop: int) -> IntArray | None:
         if self._offsets is None:
             return None
-        if self._block.layout == OBJECTS:
-            edges: IntArray = self._offsets[start : stop + 1] - self._offsets[start]
-            return edges
         shapes = np.diff(self._offsets[start : stop + 1]) if self._shapes is None else self._shapes[start:stop]
         row_meta: IntArray = np.ascontiguousarray(shapes).reshape(-1)
         return row_meta
-
-
-def _cuts(edges: IntArray, most_nbytes: int) -> list[tuple[int, int]]:
-    """Split the rows into runs of about ``most_nbytes``, of ``MOST_ROWS`` rows at most and one row at least."""
-    cuts, start, count = [], 0, len(edges) - 1
-    while start < count:
-        stop = int(np.searchsorted(edges, edges[start] + most_nbytes, side="right")) - 1
-        stop = min(max(stop, start + 1), start + MOST_ROWS, count)
-        cuts.append((start, stop))
-        start = stop
-    return cuts

@@ -39,7 +39,8 @@ def describe_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -
         {'x': {'samples': 4, 'dtype': 'int64', 'shape': (1,), 'nbytes': 160}}
     """
     with _opened(path) as opened:
-        nbytes = {} if opened.values is None else opened.values.nbytes()
+        blocks = {} if opened.values is None else opened.values.blocks
+        nbytes = {name: sum(block.nbytes for block in own) for name, own in blocks.items()}
         if verify and opened.values is not None:
             opened.values.verify()
         return {

@@ -21,22 +21,19 @@ from transfer_queue.checkpoint.files import (
     VALUES,
     DataFile,
     Metadata,
+    decoded,
     plain,
     write_bytes,
 )
 from transfer_queue.checkpoint.saved_state import SavedState
 from transfer_queue.checkpoint.saved_values import SavedValues
-from transfer_queue.control.saved import FORMAT, FORMATS
+from transfer_queue.control.saved import FORMAT
 from transfer_queue.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     InvalidRequestError,
     TransferQueueError,
 )
-
-
-class _AnyFormat(msgspec.Struct):
-    format: int
 
 
 @contextmanager
@@ -61,7 +58,7 @@ class Opened:
             CheckpointError: it is foreign, damaged, or of a newer version.
         """
         self.path = find(target)
-        self.metadata = metadata = _metadata(self.path)
+        self.metadata = metadata = decoded((self.path / METADATA).read_bytes(), Metadata, str(self.path / METADATA))
         files = self.path / plain(metadata.directory)
         self.state = SavedState(files / plain(metadata.controller.name), metadata.controller)
         self.values = None
@@ -69,20 +66,6 @@ class Opened:
             if metadata.values is None:
                 raise CheckpointError(f"{self.path / METADATA} doesn't name the file that lists the values.")
             self.values = SavedValues(files / STORAGE, metadata.values, self.state)
-
-
-def _metadata(path: Path) -> Metadata:
-    data = (path / METADATA).read_bytes()
-    try:
-        found = msgspec.json.decode(data, type=_AnyFormat).format
-        if found in FORMATS:
-            return msgspec.json.decode(data, type=Metadata)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path / METADATA} is none of ours, or damaged: {error}.") from error
-    raise CheckpointError(
-        f"the checkpoint {path} has format {found}, this version reads {FORMAT}. Update lightning-tq, or save again "
-        f"with the version that runs here."
-    )
 
 
 def check_user_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:

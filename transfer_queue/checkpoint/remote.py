@@ -20,7 +20,7 @@ from typing import ParamSpec, TypeVar
 import msgspec
 
 from transfer_queue.checkpoint.directory import SAVE, copy_to, discard, find, foreign, is_url, refuse_foreign
-from transfer_queue.checkpoint.files import METADATA, Metadata, plain
+from transfer_queue.checkpoint.files import METADATA, Metadata, decoded, plain
 from transfer_queue.errors import CheckpointError, CheckpointNotFoundError, ConfigError, TransferQueueError
 from transfer_queue.utils.logging_utils import get_logger
 
@@ -57,7 +57,7 @@ class RemoteCheckpoint:
         Raises:
             CheckpointError: it could not be copied. An earlier checkpoint stays.
         """
-        metadata = msgspec.json.decode((directory / METADATA).read_bytes(), type=Metadata)
+        metadata = self._decoded((directory / METADATA).read_bytes())
         name = f"{SAVE}{uuid.uuid4().hex}"
         with self._explained("written"):
             try:
@@ -85,7 +85,7 @@ class RemoteCheckpoint:
         try:
             self._fs.invalidate_cache()
             data = self._fs.cat_file(posixpath.join(self._root, METADATA))
-            return _directory_of(data, self.url) == directory
+            return self._decoded(data).directory == directory
         except FileNotFoundError:
             return False
         except Exception:  # each file system has errors of its own
@@ -102,7 +102,7 @@ class RemoteCheckpoint:
             if METADATA not in self._names():
                 raise CheckpointNotFoundError(f"no checkpoint at {self.url}: it has no {METADATA}.")
             data = self._retried(self._fs.cat_file, posixpath.join(self._root, METADATA))
-            source = posixpath.join(self._root, _directory_of(data, self.url))
+            source = posixpath.join(self._root, plain(self._decoded(data).directory))
             for name in self._fs.find(source):
                 target = directory / posixpath.relpath(name, self._root)
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -169,12 +169,8 @@ class RemoteCheckpoint:
                 f"the checkpoint {self.url} could not be {done}: {type(error).__name__}: {error}."
             ) from error
 
-
-def _directory_of(metadata: bytes, url: str) -> str:
-    try:
-        return plain(msgspec.json.decode(metadata, type=Metadata).directory)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{url}/{METADATA} is none of ours, or damaged: {error}.") from error
+    def _decoded(self, metadata: bytes) -> Metadata:
+        return decoded(metadata, Metadata, f"{self.url}/{METADATA}")
 
 
 def remove_checkpoint(path: str | os.PathLike[str]) -> None:

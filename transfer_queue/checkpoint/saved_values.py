@@ -15,19 +15,19 @@ from numpy.typing import NDArray
 
 from transfer_queue.checkpoint.field_files import INT64, MOST_ROWS, READ_NBYTES, BlockReader, FieldWriter
 from transfer_queue.checkpoint.files import (
-    STORAGE,
     VALUES,
     DataFile,
     PartitionFiles,
     SavedFile,
     ValueFiles,
+    decoded,
     plain,
     write_array,
     write_bytes,
 )
 from transfer_queue.checkpoint.saved_state import SavedSamples, SavedState
 from transfer_queue.control.rows import positions_in
-from transfer_queue.control.saved import FORMAT, FORMATS, SavedQueue
+from transfer_queue.control.saved import FORMAT, SavedQueue
 from transfer_queue.errors import CheckpointError
 from transfer_queue.protocol import by_row, runs_of, unpack_indexes
 from transfer_queue.storage.base import StorageManager
@@ -138,21 +138,14 @@ class SavedValues:
         Raises:
             CheckpointError: files are missing, changed, or of a newer version, or hold other samples.
         """
-        manifest = _decoded(SavedFile(root, expected).whole())
+        manifest = decoded(SavedFile(root, expected).whole(), ValueFiles, str(root / VALUES))
         self.blocks: dict[tuple[str, str], list[BlockReader]] = {}
         """By partition and field."""
-        self._nbytes: dict[tuple[str, str], int] = {}
         for partition, saved in zip_longest(manifest.partitions, state.samples()):
             if partition is None or saved is None or partition.name != saved.partition:
                 raise CheckpointError(f"{root / VALUES} is about other partitions than the saved state of the queue.")
-            blocks = _blocks(root / plain(partition.directory), partition, saved)
-            for field in partition.fields:
-                self.blocks[partition.name, field.name] = [block for name, block in blocks if name == field.name]
-                self._nbytes[partition.name, field.name] = sum(block.values.nbytes for block in field.blocks)
-
-    def nbytes(self) -> dict[tuple[str, str], int]:
-        """{(partition, field): size of its files of values}."""
-        return dict(self._nbytes)
+            for field, own in _blocks(root / plain(partition.directory), partition, saved).items():
+                self.blocks[partition.name, field] = own
 
     def verify(self) -> None:
         """Read everything. Raises CheckpointError for the first file that differs from what was written."""
@@ -210,30 +203,20 @@ async def _chunk_nbytes(storage: StorageManager) -> int:
     return min([READ_NBYTES, *(max(1, most // _SHARE_OF_UNIT) for most in capacities if most is not None)])
 
 
-def _blocks(directory: Path, partition: PartitionFiles, saved: SavedSamples) -> list[tuple[str, BlockReader]]:
+def _blocks(directory: Path, partition: PartitionFiles, saved: SavedSamples) -> dict[str, list[BlockReader]]:
+    """By field. Raises CheckpointError if they are of other samples or fields."""
     samples, rows = saved.samples, saved.rows
     found = SavedFile(directory, partition.samples).array(INT64, (len(samples),))
     if not np.array_equal(found, samples) or {field.name for field in partition.fields} != set(rows):
         raise CheckpointError(
             f"partition {partition.name!r}: the values are of other samples or fields than its state."
         )
-    blocks = []
+    blocks = {}
     for field in partition.fields:
-        own = [BlockReader(directory, block, samples) for block in field.blocks]
+        own = blocks[field.name] = [BlockReader(directory, block, samples) for block in field.blocks]
         held = np.sort(np.concatenate([block.samples for block in own])) if own else np.empty(0, np.int64)
         if not np.array_equal(held, samples[rows[field.name]]):
             raise CheckpointError(
                 f"partition {partition.name!r}: the values of field {field.name!r} are not all there."
             )
-        blocks += [(field.name, block) for block in own]
     return blocks
-
-
-def _decoded(data: bytes) -> ValueFiles:
-    try:
-        manifest = msgspec.json.decode(data, type=ValueFiles)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{STORAGE}/{VALUES} can't be read: {error}.") from error
-    if manifest.format not in FORMATS:
-        raise CheckpointError(f"{STORAGE}/{VALUES} has format {manifest.format}, this version reads {FORMAT}.")
-    return manifest

@@ -62,8 +62,9 @@ class Annotations:
             return changed
         rows = zip(self.global_indexes, self.custom_meta, self._tags_as_made, self._padding, strict=True)
         for index, now, before, filler in rows:
-            update = {} if filler else changed_tags(now, before)
-            if update:
+            # A missing key is no change, because tags merge.
+            update = {key: tag for key, tag in now.items() if key not in before or not same_value(tag, before[key])}
+            if update and not filler:
                 changed.setdefault(index, {}).update(update)
         return changed
 
@@ -159,13 +160,6 @@ def copy_tags(tags: Mapping[str, Any]) -> dict[str, Any]:
     if _ATOMS.issuperset(map(type, tags.values())):
         return dict(tags)
     return copy.deepcopy(dict(tags))
-
-
-def changed_tags(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of ``now`` that are new or differ from ``before``. A missing key is no change, because tags merge."""
-    if not now:
-        return {}
-    return {key: value for key, value in now.items() if key not in before or not same_value(value, before[key])}
 
 
 def merge_extra_info(parts: Iterable[Mapping[str, Any]], *, validate: bool = True) -> dict[str, Any]:

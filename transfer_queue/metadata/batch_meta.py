@@ -8,13 +8,13 @@ import copy
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from transfer_queue.errors import InvalidRequestError
-from transfer_queue.metadata.annotations import Annotations, Tags, copy_tags, merge_extra_info, same_value
+from transfer_queue.metadata.annotations import Annotations, copy_tags, merge_extra_info, same_value
 from transfer_queue.metadata.field_schema import (
     Schema,
     Shape,
@@ -59,15 +59,15 @@ class BatchMeta(Annotations):
     """
 
     __slots__ = (
-        "_batch_index",
         "_custom_backend_meta",
-        "_token",
+        "batch_index",
         "field_schema",
         "group_versions",
         "heads",
         "most_rows",
         "partition_ids",
         "production_status",
+        "token",
         "unread",
     )
 
@@ -75,8 +75,10 @@ class BatchMeta(Annotations):
     production_status: NDArray[np.int8]
     _custom_backend_meta: list[dict[str, Any]]
     field_schema: Schema
-    _token: str | None
-    _batch_index: int | None
+    token: str | None
+    """Names the ledger entry of this batch; None if it was made by hand or joined from several."""
+    batch_index: int | None
+    """Position of the batch in its consumer's stream; None where it has none, or was joined from several."""
     heads: list[int] | None  # by row, its group's own row; -1: no group; None: no row has a group
     group_versions: dict[int, int]  # by head, the policy version of its first lease
     most_rows: int  # the most rows that a rank got of the round of whole groups that this is one of; 0: unknown
@@ -114,7 +116,8 @@ class BatchMeta(Annotations):
         check_length("custom_meta", custom_meta, size)
         check_length("_custom_backend_meta", _custom_backend_meta, size)
         check_length("padding_mask", padding_mask, size)
-        self.production_status = _status(production_status, size)
+        status = np.zeros(size) if production_status is None else production_status
+        self.production_status = np.array(status, dtype=np.int8)
         self.custom_meta = [{} for _ in range(size)] if custom_meta is None else list(map(dict, custom_meta))
         self._custom_backend_meta = (
             [{} for _ in range(size)] if _custom_backend_meta is None else list(map(dict, _custom_backend_meta))
@@ -122,8 +125,8 @@ class BatchMeta(Annotations):
         self._padding = [False] * size if padding_mask is None else list(map(bool, padding_mask))
         self.field_schema = normalized(field_schema or {}, size)
         self.extra_info = dict(extra_info or {})
-        self._token = token
-        self._batch_index = batch_index
+        self.token = token
+        self.batch_index = batch_index
         self.heads, self.group_versions, self.most_rows = None, {}, 0
         self.unread = ()
         self.mark_custom_meta_clean()
@@ -172,16 +175,6 @@ class BatchMeta(Annotations):
             raise InvalidRequestError("some samples of this batch belong to no group: they were put without a lease.")
         numbers = {head: number for number, head in enumerate(dict.fromkeys(heads))}
         return [numbers[head] for head in heads]
-
-    @property
-    def token(self) -> str | None:
-        """Names the ledger entry of this batch; None if it was made by hand or joined from several."""
-        return self._token
-
-    @property
-    def batch_index(self) -> int | None:
-        """Position of the batch in its consumer's stream; None where it has none, or was joined from several."""
-        return self._batch_index
 
     def get_dtypes(self, field_name: str) -> list[Any]:
         """One dtype per row; KeyError for an unknown field."""
@@ -276,51 +269,40 @@ class BatchMeta(Annotations):
             ValueError: field names, dtypes or values in extra_info differ.
         """
         parts = [part for part in data if part is not None and part.size]
-        return cls._join(parts, validate) if parts else cls.empty()
-
-    # Only _take and _join know which attributes are per row.
-
-    def _take(self, positions: slice | list[int]) -> BatchMeta:
-        """The rows at these positions (in range), sharing nothing that is written in place."""
-        part = type(self).__new__(type(self))
-        part.global_indexes = pick(self.global_indexes, positions)
-        part.partition_ids = pick(self.partition_ids, positions)
-        part.production_status = np.array(np.asarray(self.production_status)[positions], dtype=np.int8)
-        part.custom_meta = list(map(copy_tags, pick(self.custom_meta, positions)))
-        part._custom_backend_meta = list(map(dict, pick(self._custom_backend_meta, positions)))
-        part._padding = pick(self._padding, positions)
-        part._tags_as_made = pick(self._tags_as_made, positions)
-        part.field_schema = take_rows(self.field_schema, positions)
-        part.extra_info = dict(self.extra_info)
-        part._token = self._token
-        part._batch_index = self._batch_index
-        part.heads = None if self.heads is None else pick(self.heads, positions)
-        part.group_versions, part.most_rows = self.group_versions, 0
-        part.unread = self.unread
-        return part
-
-    @classmethod
-    def _join(cls, parts: list[BatchMeta], validate: bool) -> BatchMeta:
-        whole = cls.__new__(cls)
-        whole.global_indexes = [index for part in parts for index in part.global_indexes]
-        whole.partition_ids = [partition for part in parts for partition in part.partition_ids]
+        if not parts:
+            return cls.empty()
+        whole = cls(extra_info=merge_extra_info([part.extra_info for part in parts], validate=validate))
+        whole._set_rows({name: [row for part in parts for row in getattr(part, name)] for name in _OF_ROWS})
         whole.production_status = np.concatenate([np.asarray(part.production_status, dtype=np.int8) for part in parts])
-        whole.custom_meta = [copy_tags(tags) for part in parts for tags in part.custom_meta]
-        whole._custom_backend_meta = [dict(row) for part in parts for row in part._custom_backend_meta]
-        whole._padding = [filler for part in parts for filler in part._padding]
-        whole._tags_as_made = [tags for part in parts for tags in part._tags_as_made]
-        whole.heads, whole.group_versions, whole.most_rows = None, {}, 0
         if any(part.heads is not None for part in parts):
             whole.heads = [head for part in parts for head in part.heads or [-1] * part.size]
             whole.group_versions = {head: version for part in parts for head, version in part.group_versions.items()}
         whole.field_schema = join_rows(
             [part.field_schema for part in parts], [p.size for p in parts], validate=validate
         )
-        whole.extra_info = merge_extra_info([part.extra_info for part in parts], validate=validate)
-        whole._token = _only({part._token for part in parts})
-        whole._batch_index = _only({part._batch_index for part in parts})
+        whole.token = _only({part.token for part in parts})
+        whole.batch_index = _only({part.batch_index for part in parts})
         whole.unread = tuple({batch for part in parts for batch in part.unread})
         return whole
+
+    def _take(self, positions: slice | list[int]) -> BatchMeta:
+        """The rows at these positions (in range), sharing nothing that is written in place."""
+        part = type(self).__new__(type(self))
+        part._adopt(self)
+        part._set_rows({name: pick(getattr(self, name), positions) for name in _OF_ROWS})
+        part.production_status = np.array(np.asarray(self.production_status)[positions], dtype=np.int8)
+        part.field_schema = take_rows(self.field_schema, positions)
+        part.extra_info = dict(self.extra_info)
+        part.heads = None if self.heads is None else pick(self.heads, positions)
+        part.most_rows = 0
+        return part
+
+    def _set_rows(self, rows: Mapping[str, list[Any]]) -> None:
+        """``rows``: the attributes ``_OF_ROWS``. What is written in place is copied."""
+        for name, own in rows.items():
+            setattr(self, name, own)
+        self.custom_meta = list(map(copy_tags, self.custom_meta))
+        self._custom_backend_meta = list(map(dict, self._custom_backend_meta))
 
     def _adopt(self, other: BatchMeta) -> None:
         for name in _ATTRIBUTES:
@@ -391,14 +373,14 @@ class BatchMeta(Annotations):
     def _united(self, other: BatchMeta) -> BatchMeta:
         mine, theirs = self.copy(), other.copy()
         mine.production_status &= theirs.production_status
-        mine.custom_meta = _merged_rows(mine.custom_meta, theirs.custom_meta)
-        mine._custom_backend_meta = _merged_rows(mine._custom_backend_meta, theirs._custom_backend_meta)
+        for name in ("custom_meta", "_custom_backend_meta", "_tags_as_made"):
+            rows = zip(getattr(mine, name), getattr(theirs, name), strict=True)
+            setattr(mine, name, [{**left, **right} for left, right in rows])
         mine._padding = list(map(operator.or_, mine._padding, theirs._padding))
-        mine._tags_as_made = _merged_rows(mine._tags_as_made, theirs._tags_as_made)
         mine.field_schema.update(theirs.field_schema)
         mine.extra_info.update(theirs.extra_info)
-        mine._token = _only({mine._token, theirs._token} - {None})
-        mine._batch_index = _only({mine._batch_index, theirs._batch_index} - {None})
+        mine.token = _only({mine.token, theirs.token} - {None})
+        mine.batch_index = _only({mine.batch_index, theirs.batch_index} - {None})
         if mine.heads is None:
             mine.heads, mine.group_versions = theirs.heads, theirs.group_versions
         mine.unread = tuple({*mine.unread, *theirs.unread})
@@ -411,25 +393,18 @@ class BatchMeta(Annotations):
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         count = len(state["global_indexes"])
-        self._adopt(BatchMeta([0] * count, [""] * count))  # state of an older version may lack attributes
+        self._adopt(BatchMeta([0] * count, [""] * count))  # state of another version may lack attributes
         for name, value in state.items():
-            if value is not None:
+            if value is not None and name in _ATTRIBUTES:
                 setattr(self, name, value)
         # An array unpickled from a shared buffer (Ray) is read-only.
         self.production_status = np.array(self.production_status, dtype=np.int8)
 
 
+_OF_ROWS = ("global_indexes", "partition_ids", "custom_meta", "_custom_backend_meta", "_padding", "_tags_as_made")
 _ATTRIBUTES = (*Annotations.__slots__, *BatchMeta.__slots__)
 # Not the snapshot of the tags and the unread batches: they say how the batch came about, not what it is.
 _COMPARED = tuple(name for name in _ATTRIBUTES if name not in ("_tags_as_made", "most_rows", "unread"))
-
-
-def _status(status: Any, size: int) -> NDArray[np.int8]:
-    return np.zeros(size, dtype=np.int8) if status is None else np.array(status, dtype=np.int8)
-
-
-def _merged_rows(mine: list[Tags], theirs: list[Tags]) -> list[Tags]:
-    return [{**left, **right} for left, right in zip(mine, theirs, strict=True)]
 
 
 def _only(values: set[Any]) -> Any:
@@ -459,27 +434,14 @@ def _row_of(schema: Mapping[str, Mapping[str, Any]], position: int) -> dict[str,
     return row
 
 
-class SampleView:
+class SampleView(NamedTuple):
     """One row, as the batch was when the view was created. Assigning to it raises TypeError."""
-
-    __slots__ = ("custom_meta", "fields", "global_index", "partition_id", "production_status")
 
     global_index: int
     partition_id: str
     production_status: int
     custom_meta: Mapping[str, Any]
     fields: Mapping[str, Mapping[str, Any]]
-
-    def __init__(self, meta: BatchMeta, position: int) -> None:
-        entries = _row_of(meta.field_schema, position)
-        for name, value in {
-            "global_index": meta.global_indexes[position],
-            "partition_id": meta.partition_ids[position],
-            "production_status": int(meta.production_status[position]),
-            "custom_meta": MappingProxyType(meta.custom_meta[position]),
-            "fields": MappingProxyType({name: MappingProxyType(entry) for name, entry in entries.items()}),
-        }.items():
-            object.__setattr__(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise TypeError(f"a sample is a read-only view: {name!r} can't be set. Change the BatchMeta it belongs to.")
@@ -509,14 +471,24 @@ class SamplesView:
     def __getitem__(self, item: Any) -> Any:
         size = self._meta.size
         if isinstance(item, slice):
-            return [SampleView(self._meta, position) for position in range(size)[item]]
+            return list(map(self._view, range(size)[item]))
         position = operator.index(item)
         if not -size <= position < size:
             raise IndexError(f"sample {position} of a batch of {size} rows")
-        return SampleView(self._meta, position % size)
+        return self._view(position % size)
 
     def __iter__(self) -> Iterator[SampleView]:
-        return (SampleView(self._meta, position) for position in range(self._meta.size))
+        return map(self._view, range(self._meta.size))
+
+    def _view(self, position: int) -> SampleView:
+        meta, entries = self._meta, _row_of(self._meta.field_schema, position)
+        return SampleView(
+            meta.global_indexes[position],
+            meta.partition_ids[position],
+            int(meta.production_status[position]),
+            MappingProxyType(meta.custom_meta[position]),
+            MappingProxyType({name: MappingProxyType(entry) for name, entry in entries.items()}),
+        )
 
 
 # ---- until it is read ----

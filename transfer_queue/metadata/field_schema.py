@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from transfer_queue.errors import InvalidRequestError, SchemaConflictError, UnsupportedValueError
-from transfer_queue.metadata.meta_rows import pick
+from transfer_queue.metadata.meta_rows import check_length, pick
 
 if TYPE_CHECKING:
     import torch
@@ -37,9 +37,10 @@ def extract_field_schema(data: TensorDictBase) -> Schema:
 def described_rows(data: TensorDictBase) -> tuple[Schema, int]:
     """(``extract_field_schema``, number of rows)."""
     columns = _columns(data)
-    num_rows = _count_rows(data, columns)
-    for name, column in columns.items():
-        length = _length(name, column)
+    lengths = {name: _length(name, column) for name, column in columns.items()}
+    known = [*data.batch_size[:1], *(length for length in lengths.values() if length is not None), 0]
+    num_rows = known[0]  # the batch size, or the length of its columns if it was made without one
+    for name, length in lengths.items():
         if length is not None and length != num_rows:
             raise InvalidRequestError(
                 f"Inconsistent batch dimension: field {name!r} has {length} rows, the batch has {num_rows}. "
@@ -48,14 +49,6 @@ def described_rows(data: TensorDictBase) -> tuple[Schema, int]:
     if not num_rows:
         return {}, 0
     return {str(name): _describe(column) for name, column in columns.items()}, num_rows
-
-
-def _count_rows(data: TensorDictBase, columns: Mapping[str, Any]) -> int:
-    """Rows of ``data``: its batch size, or the length of its columns if it was made without one."""
-    if len(data.batch_size):
-        return int(data.batch_size[0])
-    lengths = (_length(name, column) for name, column in columns.items())
-    return next((length for length in lengths if length is not None), 0)
 
 
 def _columns(data: TensorDictBase) -> dict[str, Any]:
@@ -144,11 +137,7 @@ def _normalized_entry(name: str, entry: Mapping[str, Any], num_rows: int) -> Ent
     if copied.get("shape") is not None:
         copied["shape"] = tuple(copied["shape"])
     for key in _PER_ROW:
-        rows = copied.get(key)
-        if rows is not None and len(rows) != num_rows:
-            raise InvalidRequestError(
-                f"field {name!r} has {len(rows)} {key}, the batch has {num_rows} rows. Give one per row."
-            )
+        check_length(f"{key} of field {name!r}", copied.get(key), num_rows)
     if copied.get("per_sample_shapes") is not None:
         shapes = copied["per_sample_shapes"]
         copied["per_sample_shapes"] = [shape if shape is None else tuple(shape) for shape in shapes]

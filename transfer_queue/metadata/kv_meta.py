@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transfer_queue.errors import InvalidRequestError
@@ -97,22 +97,15 @@ class KVBatchMeta:
         first = parts[0]
         for part in parts[1:]:
             _check_same_source(first, part)
-        return cls(
+        return replace(
+            first,
             keys=[key for part in parts for key in part.keys],
             tags=[tags for part in parts for tags in part.tags],
-            partition_id=first.partition_id,
-            fields=first.fields,
             extra_info=merge_extra_info(part.extra_info for part in parts),
         )
 
     def _take(self, positions: slice | list[int]) -> KVBatchMeta:
-        return KVBatchMeta(
-            keys=pick(self.keys, positions),
-            tags=pick(self.tags, positions),
-            partition_id=self.partition_id,
-            fields=self.fields,
-            extra_info=self.extra_info,
-        )
+        return replace(self, keys=pick(self.keys, positions), tags=pick(self.tags, positions))
 
 
 def _check_same_source(first: KVBatchMeta, part: KVBatchMeta) -> None:

@@ -15,29 +15,19 @@ from numpy.typing import NDArray
 
 
 class Copy(Protocol):
-    """Something that copies, now or later."""
+    """Copies now or later: dst[:] = src, or dst[i] = src[row_indices[i]], both [rows, words per row]."""
 
-    def __call__(self, dst: NDArray[np.uint8], src: NDArray[np.uint8]) -> None:
-        """dst[:] = src."""
-        ...
-
-    def rows(self, dst: NDArray[Any], src: NDArray[Any], row_indices: NDArray[np.int64]) -> None:
-        """dst[i] = src[row_indices[i]], both [rows, words per row]."""
-        ...
+    def __call__(self, dst: NDArray[Any], src: NDArray[Any], row_indices: NDArray[np.int64] | None = None) -> None: ...
 
 
-class AtOnce:
+def copy_now(dst: NDArray[Any], src: NDArray[Any], row_indices: NDArray[np.int64] | None = None) -> None:
     """A ``Copy`` that this thread makes before it returns."""
-
-    def __call__(self, dst: NDArray[np.uint8], src: NDArray[np.uint8]) -> None:
+    if row_indices is None:
         np.copyto(dst, src)
-
-    def rows(self, dst: NDArray[Any], src: NDArray[Any], row_indices: NDArray[np.int64]) -> None:
+    else:
         # mode="clip" writes straight into ``out``; the default would use a buffer.
         np.take(src, row_indices, axis=0, out=dst, mode="clip")
 
-
-AT_ONCE = AtOnce()
 
 _LONG_RUN_NBYTES = 16 * 1024
 """Runs of rows at least this long on average are copied one by one, as slices."""
@@ -54,7 +44,7 @@ def copy_rows(
     at: slice | NDArray[np.int64],
     src: NDArray[np.uint8],
     row_indices: NDArray[np.int64] | None,
-    copy: Copy = AT_ONCE,
+    copy: Copy = copy_now,
 ) -> None:
     """Row ``at[i]`` of ``dst`` = row ``row_indices[i]`` of ``src`` (None: row i). All rows have one size, not 0.
 
@@ -78,7 +68,7 @@ def copy_rows(
         return
     target, source = as_words(dst, src, row_nbytes)
     if isinstance(at, slice):
-        copy.rows(target[at], source, rows)
+        copy(target[at], source, rows)
     elif row_indices is None:
         target[to] = source
     else:
@@ -94,9 +84,6 @@ class Spans(NamedTuple):
     starts: NDArray[np.int64]
     sizes: NDArray[np.int64]
 
-    def only(self, which: NDArray[Any]) -> Spans:
-        return Spans(self.to[which], self.starts[which], self.sizes[which])
-
     def merged(self) -> Spans:
         """Merge spans that are contiguous in both buffers."""
         to, starts, sizes = self
@@ -107,14 +94,10 @@ class Spans(NamedTuple):
         return Spans(to[first], starts[first], np.add.reduceat(sizes, first))
 
 
-def copy_spans(dst: NDArray[np.uint8], src: NDArray[np.uint8], spans: Spans, copy: Copy = AT_ONCE) -> None:
-    if len(spans.sizes) == 1:
-        begin, start, size = (each.item() for each in spans)
-        copy(dst[begin : begin + size], src[start : start + size])
-        return
+def copy_spans(dst: NDArray[np.uint8], src: NDArray[np.uint8], spans: Spans, copy: Copy = copy_now) -> None:
     keep = spans.sizes > 0
     if not keep.all():
-        spans = spans.only(keep)
+        spans = Spans(*(each[keep] for each in spans))
     if len(spans.sizes) == 0:
         return
     spans = spans.merged()
@@ -123,7 +106,7 @@ def copy_spans(dst: NDArray[np.uint8], src: NDArray[np.uint8], spans: Spans, cop
     if len(sizes) == 1 or total >= _LOOP_NBYTES * len(sizes):
         _copy_each(dst, src, spans, copy)
         return
-    word = _word(*spans, dst.nbytes, src.nbytes)
+    word = _word(np.bitwise_or.reduce(np.concatenate(spans)).item(), dst.nbytes, src.nbytes)
     counts = sizes // word
     within = np.arange(total // word) - np.repeat(np.cumsum(counts) - counts, counts)
     to, at = np.repeat(to // word, counts) + within, np.repeat(starts // word, counts) + within
@@ -147,10 +130,9 @@ def _copy_each(dst: NDArray[np.uint8], src: NDArray[np.uint8], spans: Spans, cop
             dst[begin:end] = src[at:stop]
 
 
-def _word(*numbers: Any) -> int:
+def _word(*numbers: int) -> int:
     """The largest of 8, 4, 2, 1 that divides all numbers."""
-    bits = int(np.bitwise_or.reduce([np.bitwise_or.reduce(np.atleast_1d(n)) for n in numbers]))
-    return next(word for word in (8, 4, 2, 1) if bits % word == 0)
+    return next(word for word in (8, 4, 2, 1) if not any(number % word for number in numbers))
 
 
 def as_words(dst: NDArray[np.uint8], src: NDArray[np.uint8], row_nbytes: int) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -158,18 +140,10 @@ def as_words(dst: NDArray[np.uint8], src: NDArray[np.uint8], row_nbytes: int) ->
 
     ``row_nbytes`` is at least 1.
     """
-    for word in ("i8", "i4", "i2"):
-        size = np.dtype(word).itemsize
-        if row_nbytes % size == 0:
-            wide_dst, wide_src = dst.view(word), src.view(word)
-            # NumPy would copy an unaligned source (a frame inside a larger buffer) whole before it takes any row.
-            if wide_dst.flags.aligned and wide_src.flags.aligned:
-                return _rows(wide_dst, row_nbytes // size), _rows(wide_src, row_nbytes // size)
-    return _rows(dst, row_nbytes), _rows(src, row_nbytes)
-
-
-def _rows(words: NDArray[Any], per_row: int) -> NDArray[Any]:
-    return words.reshape(-1, per_row)
+    # NumPy would copy an unaligned source (a frame inside a larger buffer) whole before it takes any row.
+    word = _word(row_nbytes, *(each.__array_interface__["data"][0] for each in (dst, src)))
+    target, source = (each.view(f"i{word}").reshape(-1, row_nbytes // word) for each in (dst, src))
+    return target, source
 
 
 _SHARED_NBYTES = 24 * 1024 * 1024
@@ -199,26 +173,13 @@ class Copies:
         self._jobs: list[_Job] = []
         self._nbytes = 0
 
-    def __call__(self, dst: NDArray[np.uint8], src: NDArray[np.uint8]) -> None:
-        """dst[:] = src, by the time of ``finish``."""
+    def __call__(self, dst: _Rows, src: _Rows, row_indices: _RowIndices = None) -> None:
+        """See ``Copy``: by the time of ``finish``."""
         if dst.nbytes < LATER_NBYTES:
-            dst[...] = src
-            return
-        self._jobs.append((dst, src, None))
-        self._nbytes += dst.nbytes
-
-    def rows(self, dst: _Rows, src: _Rows, row_indices: NDArray[np.int64]) -> None:
-        """dst[i] = src[row_indices[i]] for every row, by the time of ``finish``."""
-        if dst.nbytes < LATER_NBYTES:
-            AT_ONCE.rows(dst, src, row_indices)
+            copy_now(dst, src, row_indices)
             return
         self._jobs.append((dst, src, row_indices))
         self._nbytes += dst.nbytes
-
-    @property
-    def worth_sharing(self) -> bool:
-        """Whether there is enough to copy for several threads."""
-        return self._nbytes >= _SHARED_NBYTES
 
     def finish(self) -> None:
         """Make all copies before returning."""
@@ -226,7 +187,7 @@ class Copies:
             return
         import torch  # storage units copy without it
 
-        jobs, helpers = self._jobs, min(torch.get_num_threads() - 1, _MOST_HELPERS) * self.worth_sharing
+        jobs, helpers = self._jobs, min(torch.get_num_threads() - 1, _MOST_HELPERS) * (self._nbytes >= _SHARED_NBYTES)
         self._jobs, self._nbytes = [], 0
         if helpers > 0:
             # Sources are mapped in groups of pages anyway, so touching them first would not pay at this size.
@@ -235,11 +196,9 @@ class Copies:
             _copy_together(jobs, helpers)
             return
         for dst, src, row_indices in jobs:
-            if row_indices is not None:
-                AT_ONCE.rows(dst, src, row_indices)
-                continue
-            _map_pages(dst if self._into_mapped else src)
-            dst[...] = src
+            if row_indices is None:
+                _map_pages(dst if self._into_mapped else src)
+            copy_now(dst, src, row_indices)
 
 
 def _map_pages(memory: NDArray[np.uint8]) -> None:
@@ -323,6 +282,6 @@ def _drain(chunks: _Chunks) -> None:
         stop = start + step
         # NumPy releases the interpreter lock meanwhile.
         if row_indices is None:
-            dst[start:stop] = src[start:stop]
+            copy_now(dst[start:stop], src[start:stop])
         else:
-            AT_ONCE.rows(dst[start:stop], src, row_indices[start:stop])
+            copy_now(dst[start:stop], src, row_indices[start:stop])

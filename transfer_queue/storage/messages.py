@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -32,7 +32,7 @@ class ColumnHeader(msgspec.Struct, frozen=True, array_like=True):
     """A wire column, or some rows of one. Its rows are those from ``start`` on, or those in table ``positions``.
 
     Its values are the next frame, or ``nbytes`` of the arena from ``offset`` on. Table ``selection`` selects rows of
-    the latter if they are not contiguous. Row shapes or offsets are one more frame.
+    the latter if they are not contiguous. Row shapes or sizes are one more frame.
     """
 
     field: str
@@ -122,12 +122,6 @@ class Delete(Request, frozen=True):
     indexes: bytes
 
 
-class Deleted(Reply, frozen=True):
-    """``values``: how many (index, field) pairs were deleted."""
-
-    values: int
-
-
 class Release(Request, frozen=True):
     """Release the leases and pins of these calls. It gets no answer."""
 
@@ -199,7 +193,7 @@ class UnitStats(Reply, frozen=True):
 UnitRequest: TypeAlias = (
     LeaseMemory | Write | Commit | Abort | Read | Delete | Release | EndWrite | EndSession | AskHeld | AskUnitStats
 )
-UnitAnswer: TypeAlias = LeasedMemory | Written | Rows | Deleted | Held | UnitStats | Done | Failed
+UnitAnswer: TypeAlias = LeasedMemory | Written | Rows | Held | UnitStats | Done | Failed
 Expected = TypeVar("Expected", bound=Reply)
 
 _answers = msgspec.msgpack.Decoder(UnitAnswer)
@@ -261,25 +255,16 @@ class Packer:
         self.frames: list[Any] = []
         self._numbers: dict[bytes, int] = {}
 
-    def add(self, field: str, positions: Positions, column: WireColumn) -> None:
-        """Add a wire column with its bytes in the message."""
-        self._add(field, positions, column, -1, 0)
-        self.frames.append(column.data)
-        self._add_row_meta(column)
-
-    def add_at(self, field: str, positions: Positions, column: WireColumn, offset: int) -> None:
-        """Add a wire column with its bytes in the arena."""
-        self._add(field, positions, column, offset, column.data.nbytes)
-        self._add_row_meta(column)
-
-    def _add(self, field: str, positions: Positions, column: WireColumn, offset: int, nbytes: int) -> None:
+    def add(self, field: str, positions: Positions, column: WireColumn, offset: int = -1) -> None:
+        """Add a wire column. ``offset``: where its bytes lie in the arena; -1: in the message."""
         start, table = (positions.start, -1) if isinstance(positions, slice) else (0, self._table(positions))
         selection = -1 if column.selection is None else self._table(column.selection)
+        nbytes = 0 if offset < 0 else column.data.nbytes
         self.headers.append(ColumnHeader(field, column.layout, column.rows, start, table, offset, nbytes, selection))
-
-    def _add_row_meta(self, column: WireColumn) -> None:
+        if offset < 0:
+            self.frames.append(column.data)
         if column.row_meta is not None:
-            self.frames.append(column.row_meta_frame)
+            self.frames.append(np.ascontiguousarray(column.row_meta).reshape(-1))
 
     def _table(self, numbers: IntArray) -> int:
         packed = pack_indexes(numbers)
@@ -348,20 +333,15 @@ OffsetOf = Callable[[ByteArray], int]
 """Returns the arena offset of this memory, or -1 if it lies elsewhere."""
 
 
-class RowsAnswer(NamedTuple):
-    """``pinned`` must not be reused before the reader releases the call."""
-
-    answer: Rows
-    frames: list[Any]
-    pinned: list[ByteArray]
-
-
-def rows_answer(call: int, located: Located, offset_of: OffsetOf | None) -> RowsAnswer:
+def rows_answer(call: int, located: Located, offset_of: OffsetOf | None) -> tuple[Rows, list[Any], list[ByteArray]]:
     """Answer with extents of the arena, whose rows the reader copies once, and with frames of all that lies elsewhere.
 
-    ``offset_of`` None: everything travels in frames.
+    Args:
+        offset_of: None: everything travels in frames.
+    Returns:
+        The answer, its frames, and the memory that must not be reused before the reader releases the call.
     """
-    packer, pinned = Packer(), []
+    packer, pinned = Packer(), list[ByteArray]()
     rest: dict[str, list[tuple[WireColumn, IntArray, IntArray]]] = {}
     for field, column, at, rows in located:
         offset = offset_of(column.data) if offset_of is not None and column.data.nbytes else -1
@@ -373,7 +353,7 @@ def rows_answer(call: int, located: Located, offset_of: OffsetOf | None) -> Rows
             packer.add(field, at, column.pick(run))
         else:
             start = column.start_of(run.start) if isinstance(run, slice) else 0
-            packer.add_at(field, as_run(at), column.pick(run), offset + start)
+            packer.add(field, as_run(at), column.pick(run), offset + start)
             pinned.append(column.data)
     for field, blocks in rest.items():
         which = np.repeat(np.arange(len(blocks)), [len(at) for _, at, _ in blocks])
@@ -381,7 +361,7 @@ def rows_answer(call: int, located: Located, offset_of: OffsetOf | None) -> Rows
         order = np.argsort(at, kind="stable")
         for where, rows_together in select([column for column, _, _ in blocks], which[order], rows[order]):
             packer.add(field, as_run(at[order][where]), rows_together)
-    return RowsAnswer(Rows(call, packer.headers, packer.tables, bool(pinned)), packer.frames, pinned)
+    return Rows(call, packer.headers, packer.tables, bool(pinned)), packer.frames, pinned
 
 
 def is_copied_here(column: WireColumn, rows: Positions) -> bool:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from transfer_queue.errors import InvalidRequestError
+from transfer_queue.storage.wire import running_sum
 
 Flat: TypeAlias = NDArray[Any]
 Rows: TypeAlias = Sequence[Sequence[Any]]
@@ -66,8 +67,7 @@ def number_column(lists: Rows, field: str) -> torch.Tensor | None:
 
 
 def _cut(flat: torch.Tensor, lists: Rows) -> torch.Tensor:
-    offsets = np.zeros(len(lists) + 1, np.int64)
-    np.cumsum(np.fromiter(map(len, lists), np.int64, len(lists)), out=offsets[1:])
+    offsets = running_sum(np.fromiter(map(len, lists), np.int64, len(lists)))
     return torch.nested.nested_tensor_from_jagged(flat, torch.from_numpy(offsets))
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import pickle
@@ -13,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from tensordict import NonTensorStack, is_non_tensor, is_tensor_collection
+from tensordict import NonTensorStack, TensorDict, is_non_tensor, is_tensor_collection
 
 from transfer_queue.errors import InvalidRequestError, ProtocolError, UnsupportedValueError
 from transfer_queue.storage.copying import Copy
@@ -28,7 +29,6 @@ from transfer_queue.storage.wire import (
     WireColumn,
     dense_layout,
     ragged_layout,
-    running_sum,
 )
 
 Ext = msgspec.msgpack.Ext
@@ -38,16 +38,14 @@ _PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
 # ---- batches ----
 
 
-def num_rows(data: Any) -> int:
-    """Return the number of rows of a TensorDict or a dict of columns."""
-    if is_tensor_collection(data):
-        if not data.batch_size:
-            raise InvalidRequestError("data has no batch dimension: build it with batch_size=[number of samples]")
-        return int(data.batch_size[0])
-    return max((len(column) for column in data.values()), default=0)
+def num_rows(data: TensorDict) -> int:
+    """Return the number of rows."""
+    if not data.batch_size:
+        raise InvalidRequestError("data has no batch dimension: build it with batch_size=[number of samples]")
+    return int(data.batch_size[0])
 
 
-def check_rows(data: Any, indexes: Sized) -> None:
+def check_rows(data: TensorDict, indexes: Sized) -> None:
     """Raise InvalidRequestError unless there is one row per index."""
     if num_rows(data) != len(indexes):
         raise InvalidRequestError(
@@ -56,22 +54,18 @@ def check_rows(data: Any, indexes: Sized) -> None:
         )
 
 
-def prepare(data: Any, allow_pickle: bool = False) -> dict[str, Column]:
-    """Return every column of a TensorDict (or dict of columns), ready to be written; nothing is copied yet.
+def prepare(data: TensorDict, allow_pickle: bool = False) -> dict[str, Column]:
+    """Return every column, ready to be written; nothing is copied yet.
 
     Raises:
         UnsupportedValueError: a column or value that can't be stored as configured.
-        InvalidRequestError: a column has another number of rows than the rest.
+        InvalidRequestError: the data has no batch dimension.
     """
     count = num_rows(data)
-    found = {name: prepare_column(name, column, count, allow_pickle) for name, column in named_columns(data)}
-    for name, column in found.items():
-        if column.rows != count:
-            raise InvalidRequestError(f"field {name!r} has {column.rows} rows, the batch has {count}")
-    return found
+    return {name: prepare_column(name, column, count, allow_pickle) for name, column in named_columns(data)}
 
 
-def pack(data: Any, allow_pickle: bool = False) -> dict[str, WireColumn]:
+def pack(data: TensorDict, allow_pickle: bool = False) -> dict[str, WireColumn]:
     """Every column as one wire column; contiguous CPU tensors are not copied. Raises what ``prepare`` raises."""
     return {name: column.wire_column() for name, column in prepare(data, allow_pickle).items()}
 
@@ -89,6 +83,16 @@ def values_of(column: Any, count: int) -> list[Any]:
     return values_of(shared, count) if _has_rows(shared, count) else [shared] * count
 
 
+def objects_of(name: str, column: Any, count: int) -> list[Any]:
+    """``values_of`` for what a user gave. Raises UnsupportedValueError for a nested TensorDict."""
+    if is_tensor_collection(column) and not is_non_tensor(column):
+        raise UnsupportedValueError(
+            f"field {name!r} is a nested TensorDict, and a field is one column. "
+            f"Flatten it first: data.flatten_keys('.') makes each leaf a field of its own."
+        )
+    return values_of(column, count)
+
+
 def _has_rows(shared: Any, count: int) -> bool:
     """Whether what TensorDict keeps as one value has one entry per row: a list, or an array of text, dates, objects."""
     if isinstance(shared, np.ndarray):
@@ -97,9 +101,6 @@ def _has_rows(shared: Any, count: int) -> bool:
 
 
 def named_columns(data: Any) -> Iterator[tuple[str, Any]]:
-    if not is_tensor_collection(data):
-        yield from data.items()
-        return
     for name in data.keys():  # noqa: SIM118 (iterating a TensorDict gives rows)
         try:
             yield name, data.get(name)
@@ -109,26 +110,18 @@ def named_columns(data: Any) -> Iterator[tuple[str, Any]]:
 
 
 def prepare_column(name: str, column: Any, count: int, allow_pickle: bool) -> Column:
-    if isinstance(column, np.ndarray) and column.dtype.kind in "biufc":
-        column = torch.from_numpy(column)
     if isinstance(column, torch.Tensor):
         return _tensor_column(name, column)
-    if is_tensor_collection(column) and not is_non_tensor(column):
-        raise UnsupportedValueError(
-            f"field {name!r} is a nested TensorDict, and a field is one column. "
-            f"Flatten it first: data.flatten_keys('.') makes each leaf a field of its own."
-        )
-    values = values_of(column, count)
-    return RowsColumn(values) if are_alike(values) else BytesColumn(encode_rows(values, name, allow_pickle))
+    return _column_of_rows(name, objects_of(name, column, count), allow_pickle)
+
+
+def _column_of_rows(name: str, rows: Sequence[Any], allow_pickle: bool) -> Column:
+    return RowsColumn(rows) if are_alike(rows) else BytesColumn(encode_rows(rows, name, allow_pickle))
 
 
 def _tensor_column(name: str, tensor: torch.Tensor) -> Column:
     if tensor.is_nested:
-        column = jagged_column(tensor)
-        if column is None:
-            rows = tensor.unbind()
-            column = RowsColumn(rows) if are_alike(rows) else BytesColumn(encode_rows(rows, name))
-        return column
+        return jagged_column(tensor) or _column_of_rows(name, tensor.unbind(), allow_pickle=False)
     if not is_plain(tensor):
         raise UnsupportedValueError(
             f"field {name!r} is a {'quantized' if tensor.is_quantized else tensor.layout} tensor; "
@@ -136,13 +129,11 @@ def _tensor_column(name: str, tensor: torch.Tensor) -> Column:
         )
     if tensor.is_meta:
         raise UnsupportedValueError(f"field {name!r} is on the meta device: it has a shape and no values to store.")
-    if tensor.ndim == 0:
-        raise InvalidRequestError(f"field {name!r} is a single number: a column needs one entry per sample")
     return tensor_column(tensor)
 
 
 class Column(ABC):
-    """One column. ``row_meta`` is [rows, ndim] shapes for ragged columns, [rows + 1] offsets for objects, else None."""
+    """One column. ``row_meta``: see ``WireColumn``."""
 
     layout: Layout
     rows: int
@@ -163,9 +154,7 @@ class Column(ABC):
     def stored_in(self, out: ByteArray, rows: slice, copy: Copy) -> WireColumn:
         """Write these rows into ``out``, and return the wire column that describes them there."""
         self.copy_into(out, rows, copy)
-        row_meta = (
-            None if self.row_meta is None else self.row_meta[rows.start : rows.stop + (self.layout.kind == "objects")]
-        )
+        row_meta = None if self.row_meta is None else self.row_meta[rows]
         return WireColumn(self.layout, rows.stop - rows.start, out, row_meta)
 
 
@@ -287,17 +276,7 @@ def as_bytes(tensor: torch.Tensor) -> ByteArray:
     tensor = resolved(tensor)
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         tensor = tensor.cpu().contiguous()
-    if tensor.dtype in _KNOWN_TO_NUMPY:
-        return tensor.numpy().reshape(-1).view(np.uint8)
     return tensor.reshape(-1).view(torch.uint8).numpy()
-
-
-_KNOWN_TO_NUMPY = frozenset(
-    (
-        torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-        torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128,
-    )
-)  # fmt: skip
 
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
@@ -360,47 +339,36 @@ def encode_rows(values: Sequence[Any], field: str, allow_pickle: bool = False) -
     Raises:
         UnsupportedValueError: a value, or something inside it, needs pickle, which ``allow_pickle`` forbids.
     """
-    encoder = _Encoder(field, allow_pickle)
-    rows = encoder.plain_rows(values)
-    if rows is None:
-        rows = [encoder.row(value) for value in values]
-    offsets = running_sum(np.array(list(map(len, rows)), np.int64))
-    return WireColumn(OBJECTS, len(rows), np.frombuffer(b"".join(rows), np.uint8), offsets)
+    rows = _Encoder(field, allow_pickle).rows(values)
+    sizes = np.array(list(map(len, rows)), np.int64).reshape(-1, 1)
+    return WireColumn(OBJECTS, len(rows), np.frombuffer(b"".join(rows), np.uint8), sizes)
 
 
 class _Encoder:
-    def __init__(self, field: str, allow_pickle: bool) -> None:
+    def __init__(self, field: str, allow_pickle: bool, careful: bool = False) -> None:
+        """``careful``: check each number and text, for a value that msgpack has refused."""
         self._field = field
         self._allow_pickle = allow_pickle
         self._pack = msgspec.msgpack.Encoder().encode
-        # True while encoding a value that msgpack refused, so that each number and text is checked.
-        self._careful = False
+        self._careful = careful
 
-    def plain_rows(self, values: Sequence[Any]) -> list[bytes] | None:
-        """Encode all rows if none needs extension types; otherwise return None."""
-        if not self._all_plain(values):
-            return None
-        try:
-            return list(map(self._pack, values))
-        except (OverflowError, UnicodeEncodeError):
-            return None
+    def rows(self, values: Sequence[Any]) -> list[bytes]:
+        with contextlib.suppress(OverflowError, UnicodeEncodeError):
+            if self._all_plain(values):
+                return list(map(self._pack, values))
+        return [self.row(value) for value in values]
 
     def row(self, value: Any) -> bytes:
         try:
             return self._pack(self._lowered(value))
         except (OverflowError, UnicodeEncodeError):
-            return self._row_carefully(value)
+            if self._careful:
+                raise
+            return _Encoder(self._field, self._allow_pickle, careful=True).row(value)
         except RecursionError:
             raise UnsupportedValueError(
                 f"field {self._field!r}: a {type(value).__name__} is nested too deep to be stored, or contains itself"
             ) from None
-
-    def _row_carefully(self, value: Any) -> bytes:
-        self._careful = True
-        try:
-            return self._pack(self._lowered(value))
-        finally:
-            self._careful = False
 
     def _ext(self, code: int, content: Any) -> Ext:
         return Ext(code, self._pack(self._lowered(content)))

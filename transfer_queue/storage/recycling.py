@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pool for the memory of dropped batches, in the client, because touching fresh pages costs more than the copy."""
+"""Memory that is recycled when nothing refers to it, in client and server; and the client's pool for batches."""
 
 from __future__ import annotations
 
@@ -31,19 +31,22 @@ class _Buffer(np.ndarray[Any, Any]):
 
 
 class Watch(weakref.ref[_Buffer]):
-    """A weak reference to a buffer, which is the first ``nbytes`` of ``memory``."""
+    """A weak reference to a buffer, which is ``nbytes`` of ``memory`` from ``start`` on."""
 
-    __slots__ = ("memory", "nbytes")
+    __slots__ = ("memory", "nbytes", "start")
 
     memory: mmap.mmap
     nbytes: int
+    start: int
 
 
 W = TypeVar("W", bound=Watch)
 
 
 class Recycler:
-    """Buffers return to the pool when no tensor or array refers to them any more."""
+    """Buffers return to the pool when no tensor or array refers to them any more. Touching fresh pages costs more than
+    the copy into them.
+    """
 
     def __init__(self, kept_nbytes: int = KEPT_NBYTES, least_nbytes: int = POOLED_NBYTES) -> None:
         self._limit = kept_nbytes
@@ -155,11 +158,13 @@ class Recycler:
         self._lock = threading.Lock()
 
 
-def watched(memory: mmap.mmap, nbytes: int, kind: type[W], gone: Callable[[Any], None]) -> tuple[W, ByteArray]:
-    """Return the first bytes of the memory, and a watch that calls ``gone`` when no view of them is left."""
-    buffer = np.ndarray.__new__(_Buffer, (nbytes,), np.uint8, buffer=memory)
+def watched(
+    memory: mmap.mmap, nbytes: int, kind: type[W], gone: Callable[[Any], None], start: int = 0
+) -> tuple[W, ByteArray]:
+    """Return these bytes of the memory, and a watch that calls ``gone`` when no view of them is left."""
+    buffer = np.ndarray.__new__(_Buffer, (nbytes,), np.uint8, buffer=memory, offset=start)
     watch = kind(buffer, gone)
-    watch.memory, watch.nbytes = memory, nbytes
+    watch.memory, watch.nbytes, watch.start = memory, nbytes, start
     plain: ByteArray = buffer.view(np.ndarray)
     return watch, plain
 

@@ -18,7 +18,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_coll
 
 from transfer_queue.errors import ConfigError, InvalidRequestError, ProtocolError, UnsupportedValueError
 from transfer_queue.storage import recycling
-from transfer_queue.storage.copying import AT_ONCE, Copies, Copy
+from transfer_queue.storage.copying import Copies, Copy, copy_now
 from transfer_queue.storage.images import image_of
 from transfer_queue.storage.pack import (
     are_alike,
@@ -34,6 +34,7 @@ from transfer_queue.storage.unpack_fast import Jagged, batch, object_column
 from transfer_queue.storage.wire import (
     OBJECTS,
     PICKLE_SWITCH,
+    ByteArray,
     Code,
     PlacedColumns,
     WireColumn,
@@ -92,22 +93,12 @@ def check_layout(layout: str) -> None:
         raise ConfigError(f"layout is {layout!r}, must be one of {', '.join(map(repr, LAYOUTS))}")
 
 
-def column_of(values: Sequence[Any]) -> Any:
-    """Make a column from one value per row: tensors of one dtype and rank are joined, anything else stays objects."""
-    if are_alike(values):
-        return _of_wire(join_rows(values), _Options("jagged", Jagged()))
-    if any(map(is_tensor_collection, set(map(type, values)))):
-        # NonTensorStack would take a TensorDict for one of its own members.
-        return NonTensorStack(*(NonTensorData(data=value) for value in values))
-    return object_column(values)
-
-
 class _Options(NamedTuple):
     """How the columns of one batch are made."""
 
     layout: str
     jagged: Jagged
-    copy: Copy = AT_ONCE
+    copy: Copy = copy_now
 
     def shaped(self, made: WireColumn) -> Any:
         """Make the most regular tensor that these contiguous rows allow."""
@@ -153,20 +144,28 @@ def _column(name: str, placed: PlacedColumns, count: int, allow_pickle: bool, op
         return options.jagged.even(flat, count, first.shape[0])
     if first.kind != "objects" and len({wire.layout.family for _, wire in placed}) == 1:
         return options.shaped(join(placed, count, first.family, recycling.empty, options.copy))
+    return _of_values(values_in(placed, count, name, allow_pickle), options)
+
+
+def values_in(placed: PlacedColumns, count: int, field: str, allow_pickle: bool = False) -> list[Any]:
+    """One value per row, of columns of any layouts. Raises what ``decode_rows`` raises."""
     values: list[Any] = [None] * count
     for positions, wire in placed:
         where = range(count)[positions] if isinstance(positions, slice) else positions.tolist()
-        decoded = decode_rows(wire, name, allow_pickle) if wire.layout == OBJECTS else rows_of(wire)
+        decoded = decode_rows(wire, field, allow_pickle) if wire.layout == OBJECTS else rows_of(wire)
         for position, value in zip(where, decoded, strict=True):
             values[position] = value
-    return _of_values(values, options)
+    return values
 
 
 def _of_values(values: Sequence[Any], options: _Options) -> Any:
-    column = column_of(values)
-    if options.layout == "dense" and isinstance(column, torch.Tensor) and column.is_nested:
-        return _of_wire(join_rows(values), options._replace(copy=AT_ONCE))
-    return column
+    """Make a column from one value per row: tensors of one dtype and rank are joined, anything else stays objects."""
+    if are_alike(values):
+        return _of_wire(join_rows(values), options._replace(copy=copy_now))
+    if any(map(is_tensor_collection, set(map(type, values)))):
+        # NonTensorStack would take a TensorDict for one of its own members.
+        return NonTensorStack(*(NonTensorData(data=value) for value in values))
+    return object_column(values)
 
 
 def _strided(rows: Sequence[torch.Tensor]) -> Any:
@@ -188,16 +187,11 @@ def _warn_of_nested_tensors_once() -> None:
 
 def rows_of(column: WireColumn) -> list[torch.Tensor]:
     """Return one tensor per row of a dense or ragged wire column, each in memory of its own."""
-    ragged, dtype = column.as_ragged(), dtype_of(column.layout.dtype)
-    if not column.layout.shape:
-        numbers = from_bytes(column.data.copy(), dtype, (-1,))
-        return list((numbers if column.selection is None else numbers[torch.from_numpy(column.selection)]).unbind())
-    assert ragged.row_meta is not None
-    starts, shapes = ragged.starts, ragged.row_meta
-    stops = starts + shapes.prod(axis=1) * column.layout.itemsize
+    starts, shapes, dtype = column.starts, column.as_ragged().row_meta, dtype_of(column.layout.dtype)
+    assert shapes is not None
     return [
-        from_bytes(ragged.data[start:stop].copy(), dtype, shape)
-        for start, stop, shape in zip(starts.tolist(), stops.tolist(), shapes.tolist(), strict=True)
+        from_bytes(column.data[start:stop].copy(), dtype, shape)
+        for start, stop, shape in zip(starts.tolist(), (starts + column.sizes).tolist(), shapes.tolist(), strict=True)
     ]
 
 
@@ -259,7 +253,9 @@ def _check_count(name: str, column: Any, count: int) -> None:
 def _returned(column: Any) -> Any:
     if isinstance(column, np.ndarray) and column.dtype.kind in "biufc":
         return torch.from_numpy(column)
-    return column if isinstance(column, torch.Tensor) else column_of(values_of(column, len(column)))
+    if isinstance(column, torch.Tensor):
+        return column
+    return _of_values(values_of(column, len(column)), _Options("jagged", Jagged()))
 
 
 # ---- objects ----
@@ -281,6 +277,11 @@ def decode_rows(column: WireColumn, field: str, allow_pickle: bool = False) -> l
         return [decode(payload[start:stop]) for start, stop in pairwise(edges)]
     except msgspec.DecodeError as error:
         raise ProtocolError(f"a value of field {field!r} can't be decoded: {error}") from error
+
+
+def decode_value(data: ByteArray, field: str, allow_pickle: bool = False) -> Any:
+    """Decode one row. Raises what ``decode_rows`` raises."""
+    return decode_rows(WireColumn(OBJECTS, 1, data, np.array([[len(data)]])), field, allow_pickle)[0]
 
 
 @functools.lru_cache(1024)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transfer_queue.errors import ProtocolError
-from transfer_queue.storage.copying import AT_ONCE, Copy, Spans, copy_rows, copy_spans
+from transfer_queue.storage.copying import Copy, Spans, copy_now, copy_rows, copy_spans
 
 IntArray: TypeAlias = NDArray[np.int64]
 ByteArray: TypeAlias = NDArray[np.uint8]
@@ -69,7 +69,7 @@ def ragged_layout(dtype: str, itemsize: int, ndim: int) -> Layout:
 class WireColumn:
     """A wire column. ``data`` holds the rows back to back.
 
-    ``row_meta`` is [rows, ndim] shapes (ragged) or [rows + 1] offsets (objects).
+    ``row_meta`` is [rows, ndim] shapes (ragged) or [rows, 1] bytes (objects).
     ``selection`` selects rows from a larger block: row indices (dense) or start bytes (ragged), in order.
     It never changes after construction, because slices share its memory.
     """
@@ -111,33 +111,22 @@ class WireColumn:
         return column
 
     @property
-    def row_meta_frame(self) -> IntArray | None:
-        """``row_meta`` as a message frame."""
-        return None if self.row_meta is None else np.ascontiguousarray(self.row_meta).reshape(-1)
-
-    @property
     def nbytes(self) -> int:
-        if self.row_meta is None:
-            return self.data.nbytes
-        # The closing offset of objects is not counted, so that the rows add up to the whole.
-        return self.data.nbytes + self.row_meta.nbytes - (8 if self.row_meta.ndim == 1 else 0)
+        return self.data.nbytes + (0 if self.row_meta is None else self.row_meta.nbytes)
 
     @property
     def bounds(self) -> IntArray:
         """[rows + 1] row boundaries in ``data``; ragged and objects only."""
         if self._bounds is None:
             assert self.row_meta is not None
-            if self.layout.kind == "ragged":
-                one_dim = self.row_meta.shape[1] == 1
-                self._bounds = running_sum(self.row_meta[:, 0] if one_dim else self.row_meta.prod(axis=1))
-                self._bounds *= self.layout.itemsize
-            else:
-                self._bounds = self.row_meta if self.row_meta[0] == 0 else self.row_meta - self.row_meta[0]
+            one_dim = self.row_meta.shape[1] == 1
+            self._bounds = running_sum(self.row_meta[:, 0] if one_dim else self.row_meta.prod(axis=1))
+            self._bounds *= self.layout.itemsize
         return self._bounds
 
     @property
     def extremes(self) -> tuple[int, int]:
-        """The smallest and the largest number in ``row_meta``; only for ragged columns with rows."""
+        """The smallest and the largest number in ``row_meta``; ragged and objects with rows only."""
         if self._extremes is None:
             assert self.row_meta is not None
             self._extremes = int(self.row_meta.min()), int(self.row_meta.max())
@@ -155,12 +144,7 @@ class WireColumn:
         """[rows] bytes of each row."""
         if self.layout.kind == "dense":
             return np.full(self.rows, self.layout.row_nbytes)
-        assert self.row_meta is not None
-        if self.layout.kind == "objects":
-            return np.diff(self.row_meta)
-        entries = self.row_meta[:, 0] if self.row_meta.shape[1] == 1 else self.row_meta.prod(axis=1)
-        sizes: IntArray = entries * self.layout.itemsize
-        return sizes
+        return np.diff(self.bounds)
 
     def start_of(self, row: int) -> int:
         """The byte of ``data`` where this row begins and the previous one ends."""
@@ -172,12 +156,11 @@ class WireColumn:
         if self.layout.kind == "dense":
             return count * self.layout.row_nbytes
         assert self.row_meta is not None
-        meta_nbytes = 8 if self.row_meta.ndim == 1 else 8 * self.row_meta.shape[1]
         if isinstance(rows, slice):
             nbytes = self.bounds[rows.stop] - self.bounds[rows.start]
         else:
             nbytes = (self.bounds[rows + 1] - self.bounds[rows]).sum()
-        return int(nbytes) + count * meta_nbytes
+        return int(nbytes + count * self.row_meta.shape[1] * self.row_meta.itemsize)
 
     def moved_to(self, data: ByteArray) -> WireColumn:
         """The same column with its bytes there. It keeps nothing of the old one."""
@@ -204,8 +187,8 @@ class WireColumn:
             return WireColumn(self.layout, stop - start, self.data[start * size : stop * size])
         assert self.row_meta is not None
         bounds = self.bounds[start : stop + 1]
-        row_meta = self.row_meta[start : stop + (self.layout.kind == "objects")]
-        return WireColumn(self.layout, stop - start, self.data[bounds[0] : bounds[-1]], row_meta, bounds - bounds[0])
+        data, row_meta = self.data[bounds[0] : bounds[-1]], self.row_meta[start:stop]
+        return WireColumn(self.layout, stop - start, data, row_meta, bounds - bounds[0])
 
     def pick(self, rows: Positions) -> WireColumn:
         """Rows in any order, sharing memory."""
@@ -213,11 +196,7 @@ class WireColumn:
             return self.slice(rows.start, rows.stop)
         if self.row_meta is None:
             return WireColumn(self.layout, len(rows), self.data, selection=rows)
-        starts, sizes = self.bounds[rows], None
-        if self.layout.kind == "objects":
-            sizes = running_sum(self.bounds[rows + 1] - starts)
-        row_meta = self.row_meta[rows] if sizes is None else sizes
-        return WireColumn(self.layout, len(rows), self.data, row_meta, selection=starts)
+        return WireColumn(self.layout, len(rows), self.data, self.row_meta[rows], selection=self.bounds[rows])
 
 
 PlacedColumns: TypeAlias = Sequence[tuple[Positions, WireColumn]]
@@ -232,15 +211,29 @@ def running_sum(numbers: NDArray[np.int64]) -> IntArray:
     return sums
 
 
+def runs_within(bounds: IntArray, most_nbytes: int, most_rows: int) -> list[tuple[int, int]]:
+    """Cut rows with these [rows + 1] bounds into runs of at most so many bytes and rows, and of at least one row.
+
+    Returns (first row, one past the last) of each.
+    """
+    runs, start, count = [], 0, len(bounds) - 1
+    while start < count:
+        stop = int(np.searchsorted(bounds, bounds[start] + most_nbytes, side="right")) - 1
+        stop = min(max(stop, start + 1), start + most_rows, count)
+        runs.append((start, stop))
+        start = stop
+    return runs
+
+
 def _row_meta(layout: Layout, rows: int, buffer: Any) -> IntArray:
     try:
         flat: IntArray = np.frombuffer(buffer, np.int64)
     except ValueError as error:
-        raise ProtocolError(f"the offsets of a {layout.kind} column are no whole number of int64: {error}") from error
-    expected = rows + 1 if layout.kind == "objects" else rows * len(layout.shape)
-    if len(flat) != expected:
-        raise ProtocolError(f"a {layout.kind} column of {rows} rows came with {len(flat)} offsets, expected {expected}")
-    return flat if layout.kind == "objects" else flat.reshape(rows, len(layout.shape))
+        raise ProtocolError(f"the sizes of a {layout.kind} column are no whole number of int64: {error}") from error
+    ndim = len(layout.shape) or 1
+    if len(flat) != rows * ndim:
+        raise ProtocolError(f"a {layout.kind} column of {rows} rows came with {len(flat)} sizes, not {rows * ndim}")
+    return flat.reshape(rows, ndim)
 
 
 def _check(column: WireColumn) -> None:
@@ -254,14 +247,13 @@ def _check(column: WireColumn) -> None:
     row_meta = column.row_meta
     assert row_meta is not None
     # In floats, because an int64 product may wrap around to a plausible value.
-    if layout.kind == "ragged" and row_meta.size:
+    if row_meta.size:
         least, most = column.extremes
         if row_meta.shape[1] > 1:
             most = row_meta.astype(np.float64).prod(axis=1).max()
         if least < 0 or most * layout.itemsize > have:
-            raise ProtocolError(f"row shapes of a ragged column don't fit its {have} bytes")
-    sizes_ok = layout.kind == "ragged" or bool((np.diff(row_meta) >= 0).all())
-    if not sizes_ok or column.bounds[-1] != have:
+            raise ProtocolError(f"rows of a {layout.kind} column don't fit its {have} bytes")
+    if column.bounds[-1] != have:
         raise ProtocolError(f"a {layout.kind} column has {have} bytes, its rows end at {column.bounds[-1]}")
 
 
@@ -292,18 +284,16 @@ def as_run(positions: Positions | NDArray[Any]) -> Positions:
     if count == 0:
         return slice(0, 0)
     first = int(positions[0])
-    if int(positions[-1]) - first == count - 1 and (count < 3 or _is_ascending_by_one(positions)):
+    if int(positions[-1]) - first != count - 1:
+        return positions
+    # np.diff(...) and .all() take twice as long for a few hundred numbers.
+    if count < 3 or int(np.count_nonzero(positions[1:] - positions[:-1] == 1)) == count - 1:
         return slice(first, first + count)
     return positions
 
 
 def count_of(positions: slice | NDArray[Any]) -> int:
     return positions.stop - positions.start if isinstance(positions, slice) else len(positions)
-
-
-def _is_ascending_by_one(numbers: NDArray[Any]) -> bool:
-    # np.diff(...) and .all() take twice as long for a few hundred numbers.
-    return int(np.count_nonzero(numbers[1:] - numbers[:-1] == 1)) == len(numbers) - 1
 
 
 def distinct(numbers: IntArray) -> IntArray:
@@ -318,7 +308,7 @@ def heap(nbytes: int) -> ByteArray:
 
 
 def join(
-    placed: PlacedColumns, count: int, layout: Layout, allocate: Allocate = heap, copy: Copy = AT_ONCE
+    placed: PlacedColumns, count: int, layout: Layout, allocate: Allocate = heap, copy: Copy = copy_now
 ) -> WireColumn:
     """Copy wire columns of this layout, or of its family, into a new one of ``count`` rows, each row to its place."""
     at, column = placed[0]
@@ -332,17 +322,15 @@ def join(
             copy_rows(data.reshape(-1, layout.row_nbytes), at, column.data, column.selection, copy)
         return WireColumn(layout, count, data)
     placed = [(at, column.as_ragged()) for at, column in placed]
-    shapes, sizes = np.empty((count, len(layout.shape)), np.int64), np.empty(count, np.int64)
+    shapes, sizes = np.empty((count, len(layout.shape) or 1), np.int64), np.empty(count, np.int64)
     for at, column in placed:
-        sizes[at] = column.sizes
-        if layout.kind == "ragged":
-            assert column.row_meta is not None
-            shapes[at] = column.row_meta
+        assert column.row_meta is not None
+        sizes[at], shapes[at] = column.sizes, column.row_meta
     bounds = running_sum(sizes)
     data = allocate(int(bounds[-1]))
     for at, column in placed:
         copy_spans(data, column.data, Spans(bounds[:-1][at], column.starts, sizes[at]), copy)
-    return WireColumn(layout, count, data, shapes if layout.kind == "ragged" else bounds, bounds)
+    return WireColumn(layout, count, data, shapes, bounds)
 
 
 def gather(selected: Sequence[tuple[WireColumn, Positions]], allocate: Allocate = heap) -> WireColumn:

@@ -23,7 +23,6 @@ class Killed(BaseException):
 def save(target: Path, what: str) -> Staging:
     """All of a save but its end."""
     staging = Staging(target)
-    staging.begin()
     (staging.path / CONTROLLER).write_text(what)
     (staging.path / METADATA).write_text("{}")
     return staging
@@ -66,7 +65,7 @@ def interrupted_save(target: Path, monkeypatch: pytest.MonkeyPatch, number: int)
             return True
         finally:
             if staging is not None:
-                os.close(staging._lock)  # as the kernel does for a process that ended
+                staging._lock.close()  # as the kernel does for a process that ended
     return False
 
 
@@ -135,7 +134,7 @@ def test_an_error_inside_leaves_nothing_and_comes_out_as_it_is(tmp_path):
 def test_two_saves_to_one_place_are_told_apart(tmp_path):
     with save(tmp_path / "c", "first") as first:
         with pytest.raises(CheckpointError, match="another process is saving"):
-            Staging(tmp_path / "c").begin()
+            Staging(tmp_path / "c")
         first.commit()
     assert what_is_at(tmp_path / "c") == "first"
 

@@ -46,7 +46,7 @@ def wire_of(layout: Layout, own: list[Row], gap: int) -> WireColumn:
     sizes = np.array([len(row[2]) for row in own])
     data = np.frombuffer(b"".join(row[2] for row in own), np.uint8)
     if layout == OBJECTS:
-        return WireColumn(layout, len(own), data, np.concatenate((np.zeros(1, np.int64), sizes.cumsum())))
+        return WireColumn(layout, len(own), data, sizes.reshape(-1, 1))
     if layout.kind == "dense":
         if not gap or not layout.row_nbytes:
             return WireColumn(layout, len(own), data)

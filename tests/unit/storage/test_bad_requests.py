@@ -42,7 +42,7 @@ def test_a_malformed_write_fails_in_its_own_turn_although_it_would_have_to_wait(
     half_of_a_length = np.zeros(4, np.uint8)
     ((client, failed),) = small.ask(broken, [np.zeros(60 * KIB, np.uint8), half_of_a_length], client="other")
     assert (client, type(failed), failed.id, failed.code) == ("other", Failed, broken.id, "ProtocolError")
-    assert small.delete(0) == [("me", f"deleted {small.calls}: 1")]
+    assert small.delete(0) == [("me", f"done {small.calls}")]
 
 
 @pytest.fixture

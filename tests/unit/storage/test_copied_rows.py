@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transfer_queue.storage.copying import AT_ONCE, Spans, copy_rows, copy_spans
+from transfer_queue.storage.copying import Spans, copy_now, copy_rows, copy_spans
 
 BYTES = np.random.default_rng(0).integers(0, 256, 40 * 40_000 + 8, np.uint8)
 ROW_NBYTES = st.one_of(
@@ -24,13 +24,9 @@ class Later:
         self.nbytes: list[int] = []
         self.jobs: list[Callable[[], None]] = []
 
-    def __call__(self, dst: np.ndarray, src: np.ndarray) -> None:
+    def __call__(self, dst: np.ndarray, src: np.ndarray, row_indices: np.ndarray | None = None) -> None:
         self.nbytes.append(dst.nbytes)
-        self.jobs.append(lambda: AT_ONCE(dst, src))
-
-    def rows(self, dst: np.ndarray, src: np.ndarray, selection: np.ndarray) -> None:
-        self.nbytes.append(dst.nbytes)
-        self.jobs.append(lambda: AT_ONCE.rows(dst, src, selection))
+        self.jobs.append(lambda: copy_now(dst, src, row_indices))
 
     def finish(self) -> None:
         for job in self.jobs:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 
 from transfer_queue.storage.pack import BytesColumn, Column, RowsColumn, TensorColumn, prepare
 from transfer_queue.storage.wire import WireColumn
@@ -72,14 +72,12 @@ COLUMNS = {
 
 def column_of(name: str) -> Column:
     column = COLUMNS[name][0]
-    return prepare(TensorDict({"x": column}, batch_size=[ROWS]) if torch.is_tensor(column) else {"x": column})["x"]
+    given = NonTensorStack(*column) if isinstance(column, list) else column
+    return prepare(TensorDict({"x": given}, batch_size=[ROWS]))["x"]
 
 
 def described(wire: WireColumn) -> tuple:
-    row_meta = (
-        None if wire.row_meta is None else (wire.row_meta.tolist() if wire.row_meta.ndim == 2 else wire.bounds.tolist())
-    )
-    return wire.layout, wire.rows, wire.data.tobytes(), row_meta
+    return wire.layout, wire.rows, wire.data.tobytes(), None if wire.row_meta is None else wire.row_meta.tolist()
 
 
 def written(column: Column, rows: slice) -> WireColumn:
@@ -117,7 +115,7 @@ def test_a_piece_shares_the_memory_of_a_tensor_that_lies_as_it_should():
 
 
 def source_of_tensor(tensor: torch.Tensor) -> Column:
-    return prepare({"x": tensor})["x"]
+    return prepare(TensorDict({"x": tensor}, batch_size=[ROWS]))["x"]
 
 
 def test_what_requires_grad_is_written_without_taking_part_in_a_graph():

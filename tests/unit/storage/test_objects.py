@@ -141,6 +141,6 @@ def test_a_value_that_contains_itself_is_refused():
 
 
 def test_bytes_that_are_no_value_are_a_protocol_error():
-    broken = WireColumn(OBJECTS, 1, np.frombuffer(b"\xc1", np.uint8), np.array([0, 1]))
+    broken = WireColumn(OBJECTS, 1, np.frombuffer(b"\xc1", np.uint8), np.array([[1]]))
     with pytest.raises(ProtocolError, match="field 'f' can't be decoded"):
         decode_rows(broken, "f")

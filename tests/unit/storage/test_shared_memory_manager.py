@@ -19,6 +19,7 @@ from transfer_queue import protocol as p
 from transfer_queue.errors import ConfigError, ProtocolError, QueueUnreachableError, StorageFullError, UnitLostError
 from transfer_queue.protocol import unpack_indexes
 from transfer_queue.server.front import Front
+from transfer_queue.storage.base import RowsOf
 from transfer_queue.storage.messages import (
     Abort,
     Commit,
@@ -163,7 +164,7 @@ def test_nothing_is_sent_for_no_rows_and_no_fields():
     manager = SharedMemoryManager(session, config(1))
     run_blocking(manager.put_data(rows(0, "a"), rows_of([])))
     run_blocking(manager.put_data(rows(2), rows_of([1, 2])))
-    run_blocking(manager.get_rows([1, 2], []))
+    run_blocking(manager.read(RowsOf([1, 2], []), None, None))
     run_blocking(manager.clear_rows([]))
     assert (session.asked, session.told) == ([], [])
 
@@ -172,7 +173,7 @@ def test_a_read_asks_for_each_field_once():
     session = NotedSession(Rows(0, []))
     manager = SharedMemoryManager(session, config(1))
     with pytest.raises(Exception):  # noqa: B017, PT011 (the answer holds no values)
-        run_blocking(manager.get_rows([1], ["b", "a", "b"]))
+        run_blocking(manager.read(RowsOf([1], ["b", "a", "b"]), None, None))
     (read,) = [request for asks, _ in session.asked for _, request, _ in asks]
     assert read == Read(1, np.array([1]).tobytes(), ["a", "b"])
 
@@ -181,7 +182,7 @@ def test_what_a_read_pinned_is_released():
     session = NotedSession(Rows(9, [], [], True))
     manager = SharedMemoryManager(session, config(1))
     with pytest.raises(Exception):  # noqa: B017, PT011 (the answer holds no values)
-        run_blocking(manager.get_rows([1], ["a"]))
+        run_blocking(manager.read(RowsOf([1], ["a"]), None, None))
     assert session.told == [("u0", Release(2, [9]))]
 
 
@@ -216,7 +217,7 @@ def test_values_that_are_not_wanted_are_released_by_the_number_of_their_call():
 def test_an_unexpected_answer_is_a_protocol_error():
     manager = SharedMemoryManager(NotedSession(Written(0)), config(1))
     with pytest.raises(ProtocolError, match="answered Written, expected Rows"):
-        run_blocking(manager.get_rows([1], ["a"]))
+        run_blocking(manager.read(RowsOf([1], ["a"]), None, None))
 
 
 def test_a_refusal_of_a_unit_is_raised():
@@ -233,7 +234,7 @@ def test_a_manager_without_units_is_a_config_error():
 def test_an_unknown_layout_is_refused_before_anything_is_asked():
     session = NotedSession(Written(0))
     with pytest.raises(ConfigError, match="layout is 'padded'"):
-        run_blocking(SharedMemoryManager(session, config(1, layout="padded")).get_rows([1], ["a"]))
+        run_blocking(SharedMemoryManager(session, config(1, layout="padded")).read(RowsOf([1], ["a"]), None, None))
     assert session.asked == []
 
 
@@ -283,9 +284,9 @@ def test_a_write_in_steps_is_read_once_it_is_committed_and_gone_once_it_is_abort
     for call, value in ((100, 1.0), (101, 2.0)):
         data = TensorDict({"a": torch.full((100,), value)}, batch_size=[100])
         assert run_blocking(manager.write(call, range(100), manager.prepare(data))) is None
-    assert run_blocking(manager.get_rows(range(100), ["a"]))["a"].unique().tolist() == [0.0]
+    assert run_blocking(manager.read(RowsOf(range(100), ["a"]), None, None))["a"].unique().tolist() == [0.0]
     run_blocking(manager.abort(101, None))
     run_blocking(manager.commit(100, None))
     run_blocking(manager.commit(101, None))
-    assert run_blocking(manager.get_rows(range(100), ["a"]))["a"].unique().tolist() == [1.0]
+    assert run_blocking(manager.read(RowsOf(range(100), ["a"]), None, None))["a"].unique().tolist() == [1.0]
     assert unit.stats().uncommitted_nbytes == 0

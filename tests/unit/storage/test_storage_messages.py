@@ -133,5 +133,5 @@ def test_fields_whose_rows_lie_alike_share_a_table():
     packer = Packer()
     for name in "ab":
         rows = WireColumn(INT, 2, np.zeros(80, np.uint8), selection=np.array([9, 3]))
-        packer.add_at(name, np.array([1, 0]), rows, 4096)
+        packer.add(name, np.array([1, 0]), rows, 4096)
     assert [pack_indexes(np.array(numbers)) for numbers in ([1, 0], [9, 3])] == packer.tables

@@ -24,14 +24,14 @@ def small() -> Asker:
 def test_each_request_is_answered_once_under_its_own_number(small):
     assert small.write(1, 10) == [("me", "written 1")]
     assert (small.has(1), small.calls) == (True, 2)
-    assert small.delete(1, 2) == [("me", "deleted 3: 1")]
+    assert small.delete(1, 2) == [("me", "done 3")]
 
 
 def test_a_write_without_room_is_answered_by_the_delete_that_makes_room(small):
     small.write(1, 60)
     assert small.write(2, 60, now=1.0) == []
     assert small.unit.next_deadline() == 11.0
-    assert small.delete(1, now=2.0) == [("me", "deleted 3: 1"), ("me", "written 2")]
+    assert small.delete(1, now=2.0) == [("me", "done 3"), ("me", "written 2")]
     assert small.unit.next_deadline() is None
 
 
@@ -41,7 +41,7 @@ def test_later_writes_that_fit_overtake_up_to_the_size_of_the_one_that_waits(sma
     assert small.write(3, 30) == [("me", "written 3")]
     small.delete(3)
     assert small.write(4, 30) == [], "60 KiB would have overtaken a write of 50"
-    assert small.delete(1) == [("me", "deleted 6: 1"), ("me", "written 2"), ("me", "written 5")]
+    assert small.delete(1) == [("me", "done 6"), ("me", "written 2"), ("me", "written 5")]
 
 
 def test_a_write_that_waited_too_long_fails_with_numbers_and_lets_the_next_one_in(small):
@@ -131,7 +131,7 @@ def test_a_write_waits_while_dead_rows_of_a_large_block_are_freed_in_turns(fille
     while not found:
         assert filled.unit.next_deadline() == -math.inf
         ((_, deleted),) = filled.delete(1000)
-        assert deleted == f"deleted {filled.calls}: 0"
+        assert deleted == f"done {filled.calls}"
         found = answers(filled.unit.expire(1.0))
         turns += 1
     assert found == [("me", "written 3")]
@@ -162,7 +162,7 @@ def test_a_cancelled_write_waits_no_longer_and_lets_in_the_next(small):
     assert small.write(4, 30, client="other") == []
     assert answers(small.unit.cancel("other", 2, 1.0)) == [], "it is not a call of this client"
     assert answers(small.unit.cancel("me", 2, 1.0)) == [("other", "written 5")]
-    assert (small.delete(2), small.unit.stats().parked) == ([("me", "deleted 6: 0")], 0)
+    assert (small.delete(2), small.unit.stats().parked) == ([("me", "done 6")], 0)
 
 
 def test_with_a_session_end_its_writes_that_wait(small):
@@ -170,14 +170,14 @@ def test_with_a_session_end_its_writes_that_wait(small):
     small.write(2, 60, client="gone")
     small.write(3, 60)
     assert answers(small.unit.client_gone("gone", 1.0)) == []
-    assert small.delete(1, 2) == [("me", "deleted 4: 1"), ("me", "written 3")]
+    assert small.delete(1, 2) == [("me", "done 4"), ("me", "written 3")]
 
 
 def test_a_write_whose_samples_are_all_deleted_meanwhile_fails(small):
     small.write(1, 60)
     small.write(2, 60)
     (deleted, (client, failed)) = small.delete(2)
-    assert (deleted, client, failed.id, failed.code) == (("me", "deleted 3: 0"), "me", 2, "SampleClearedError")
+    assert (deleted, client, failed.id, failed.code) == (("me", "done 3"), "me", 2, "SampleClearedError")
     assert small.unit.stats().parked == 0
 
 
@@ -229,8 +229,8 @@ COMMITS = {
 @pytest.mark.parametrize("commit", COMMITS.values(), ids=COMMITS)
 def test_a_commit_stores_only_what_was_not_cleared_since(small, commit):
     small.put([1, 2, 3], KIB, commit=False)
-    assert small.delete(1, 9) == [("me", "deleted 2: 0")]
-    assert small.delete(2) == [("me", "deleted 3: 0")]
+    assert small.delete(1, 9) == [("me", "done 2")]
+    assert small.delete(2) == [("me", "done 3")]
     commit(small)
     stats = small.unit.stats()
     assert (stats.samples, stats.live_nbytes, stats.uncommitted_nbytes) == (1, KIB, 0)

@@ -13,11 +13,9 @@ import numpy as np
 from transfer_queue.calls import Answer, Call, Turn
 from transfer_queue.protocol import Done, Reply, Request, pack_indexes
 from transfer_queue.storage.messages import (
-    AskUnitStats,
     Columns,
     Commit,
     Delete,
-    Deleted,
     EndSession,
     Packer,
     Read,
@@ -72,7 +70,7 @@ def _replies(answers: list[Answer]) -> list[UnitReply]:
 
 
 Answers = list[tuple[str, Any]]
-"""(client, "written 3", "deleted 4: 1", "done 5" or the reply itself)"""
+"""(client, "written 3", "done 5" or the reply itself)"""
 
 
 class Asker:
@@ -133,8 +131,7 @@ class Asker:
 
     def stats(self) -> dict[str, Any]:
         """All numbers but those that are 0."""
-        ((_, answer),) = self.ask(AskUnitStats(self.number()))
-        return {name: value for name, value in msgspec.structs.asdict(answer).items() if value and name != "id"}
+        return {name: value for name, value in msgspec.structs.asdict(self.unit.stats()).items() if value}
 
 
 def answers(replies: list[UnitReply]) -> Answers:
@@ -144,6 +141,4 @@ def answers(replies: list[UnitReply]) -> Answers:
 def plain(reply: Reply) -> Any:
     if isinstance(reply, Written):
         return f"written {reply.id}"
-    if isinstance(reply, Deleted):
-        return f"deleted {reply.id}: {reply.values}"
     return f"done {reply.id}" if isinstance(reply, Done) else reply

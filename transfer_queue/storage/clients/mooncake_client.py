@@ -7,9 +7,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack
 from importlib import import_module
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +42,16 @@ class MooncakeStoreClient(StorageKVClient):
         self._mooncake = _mooncake()
         self._connected: Any = None
         self._buffer = int(config.get("local_buffer_size") or 1 << 30)
+        self._batch_nbytes = self._buffer // _BATCH_SHARE
 
     def put(self, keys: list[str], values: list[Any]) -> None:
         from transfer_queue.storage.pack import encode_rows
+        from transfer_queue.storage.wire import runs_within
 
         column = encode_rows(values, "values", bool(self.config.get("allow_pickle", False)))
-        replicas, store, bounds = self._mooncake.ReplicateConfig(), self._store(), column.bounds.tolist()
+        replicas, store, bounds = self._mooncake.ReplicateConfig(), self._store(), column.bounds
         replicas.with_hard_pin = self._is_pinned()
-        for start, stop in self._batches([stop - start for start, stop in pairwise(bounds)]):
+        for start, stop in runs_within(bounds, self._batch_nbytes, len(keys)):
             some = [memoryview(column.data[bounds[row] : bounds[row + 1]].data) for row in range(start, stop)]
             code = store.upsert_batch(keys[start:stop], some, replicas)
             if code in _FULL:
@@ -70,17 +72,16 @@ class MooncakeStoreClient(StorageKVClient):
 
         import numpy as np
 
-        from transfer_queue.storage.unpack import decode_rows
-        from transfer_queue.storage.wire import OBJECTS, WireColumn
+        from transfer_queue.storage.unpack import decode_value
+        from transfer_queue.storage.wire import running_sum, runs_within
 
         known = zip(shapes or [None] * len(keys), dtypes or [None] * len(keys), strict=True)
         sizes = [0 if shape is None or dtype is None else math.prod(shape) * dtype.itemsize for shape, dtype in known]
         store, values = self._store(), list[Any]()
         allow_pickle = bool(self.config.get("allow_pickle", False))
-        for start, stop in self._batches(sizes):
+        for start, stop in runs_within(running_sum(np.array(sizes, np.int64)), self._batch_nbytes, len(keys)):
             for key, data in zip(keys[start:stop], store.get_batch(keys[start:stop]), strict=True):
-                column = WireColumn(OBJECTS, 1, np.frombuffer(data, np.uint8), np.array([0, len(data)]))
-                values.append(decode_rows(column, key, allow_pickle)[0] if data else None)
+                values.append(decode_value(np.frombuffer(data, np.uint8), key, allow_pickle) if data else None)
         return values
 
     def clear(self, keys: list[str], custom_backend_meta: list[Any] | None = None) -> None:
@@ -90,17 +91,6 @@ class MooncakeStoreClient(StorageKVClient):
         store, self._connected = self._connected, None
         if store is not None:
             store.close()
-
-    def _batches(self, sizes: list[int]) -> Iterator[tuple[int, int]]:
-        """(first, one past the last) of each batch."""
-        start, nbytes, most = 0, 0, self._buffer // _BATCH_SHARE
-        for stop, size in enumerate(sizes):
-            if nbytes and nbytes + size > most:
-                yield start, stop
-                start, nbytes = stop, 0
-            nbytes += size
-        if start < len(sizes):
-            yield start, len(sizes)
 
     def _is_pinned(self) -> bool:
         pinned = self.config.get("hard_pin")
@@ -129,28 +119,20 @@ def _check(code: int, what: str) -> None:
         raise QueueUnreachableError(f"Mooncake could not {what} (code {code}); what it printed to stderr says more.")
 
 
-class _StartedMaster:
-    """What ``start_store`` has started."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-
-    def close(self) -> None:
-        """End the process, the master with it, and all values."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+def _end(process: subprocess.Popen[str]) -> None:
+    """End the process, the master with it, and all values."""
+    try:
+        process.communicate(timeout=_STOP_TIMEOUT_S)  # it ends when its input does
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
 
 
-def start_store(conf: Any) -> _StartedMaster | None:
+def start_store(conf: Any) -> ExitStack | None:
     """Start a store for this queue, unless ``auto_init`` is off, and complete the section ``MooncakeStore``.
 
+    Returns:
+        What ends it by its ``close``.
     Raises:
         BackendUnavailableError: the package, or a library that it needs, is missing.
         LaunchError: the store did not start.
@@ -172,7 +154,8 @@ def start_store(conf: Any) -> _StartedMaster | None:
     process = subprocess.Popen(
         [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
-    store = _StartedMaster(process)
+    store = ExitStack()
+    store.callback(_end, process)
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(json.dumps(orders) + "\n")
@@ -182,12 +165,8 @@ def start_store(conf: Any) -> _StartedMaster | None:
     if "error" in answer:
         store.close()
         raise LaunchError(f"the Mooncake store did not start: {answer['error']}.")
-    plain = OmegaConf.to_container(conf.backend.MooncakeStore) if conf.backend.get("MooncakeStore") else {}
-    conf.backend.MooncakeStore = {
-        **plain,  # type: ignore[dict-item]
-        "master_server_address": answer["master"],
-        "metadata_server": "P2PHANDSHAKE",
-    }
+    completed = {"master_server_address": answer["master"], "metadata_server": "P2PHANDSHAKE"}
+    OmegaConf.update(conf, "backend.MooncakeStore", completed, force_add=True)
     return store
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -37,12 +37,13 @@ class RayStorageClient(StorageKVClient):
         import numpy as np
 
         from transfer_queue.storage.pack import encode_rows
+        from transfer_queue.storage.wire import runs_within
 
         column = encode_rows(values, "values", bool(self.config.get("allow_pickle", False)))
         bounds = column.bounds
         with self._calls() as owner:
             added = []
-            for start, stop in _objects(bounds.tolist()):
+            for start, stop in runs_within(bounds, _OBJECT_NBYTES, len(keys)):
                 data = column.data[bounds[start] : bounds[stop]]
                 offsets = bounds[start : stop + 1] - bounds[start]
                 added.append(owner.add.remote(keys[start:stop], np.ascontiguousarray(data), offsets))
@@ -55,8 +56,7 @@ class RayStorageClient(StorageKVClient):
         dtypes: list[Any] | None = None,
         custom_backend_meta: list[Any] | None = None,
     ) -> list[Any]:
-        from transfer_queue.storage.unpack import decode_rows
-        from transfer_queue.storage.wire import OBJECTS, WireColumn
+        from transfer_queue.storage.unpack import decode_value
 
         values: list[Any] = [None] * len(keys)
         with self._calls() as owner:
@@ -64,12 +64,10 @@ class RayStorageClient(StorageKVClient):
             objects = dict(zip(references, self._ray.get(list(references.values())), strict=True))
         allow_pickle = bool(self.config.get("allow_pickle", False))
         for at, place in enumerate(found):
-            if place is None:
-                continue
-            number, row = place
-            data, bounds = objects[number]
-            one = WireColumn(OBJECTS, 1, data[bounds[row] : bounds[row + 1]], bounds[row : row + 2] - bounds[row])
-            values[at] = decode_rows(one, keys[at], allow_pickle)[0]
+            if place is not None:
+                number, row = place
+                data, bounds = objects[number]
+                values[at] = decode_value(data[bounds[row] : bounds[row + 1]], keys[at], allow_pickle)
         return values
 
     def clear(self, keys: list[str], custom_backend_meta: list[Any] | None = None) -> None:
@@ -94,15 +92,6 @@ class RayStorageClient(StorageKVClient):
             raise QueueUnreachableError(
                 f"the actor {self.config.get('actor')!r} that owns the queue's values is not in this cluster: {error}"
             ) from error
-
-
-def _objects(bounds: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(first row, one past the last) of each object."""
-    start = 0
-    for stop in range(1, len(bounds)):
-        if stop == len(bounds) - 1 or bounds[stop + 1] - bounds[start] > _OBJECT_NBYTES:
-            yield start, stop
-            start = stop
 
 
 class ValueOwner:
@@ -145,23 +134,11 @@ class ValueOwner:
         return len(self._places), len(self._references)
 
 
-class _StartedOwner:
-    """What ``start_store`` has started."""
+def start_store(conf: Any) -> ExitStack:
+    """Start the actor, and Ray if this process is not connected to it, and complete the section ``RayStore``.
 
-    def __init__(self, ray: Any, owner: Any, started_ray: bool) -> None:
-        self._ray, self._owner, self._started_ray = ray, owner, started_ray
-
-    def close(self) -> None:
-        """End the actor, and with it all values; also Ray, if this started it."""
-        if not self._ray.is_initialized():
-            return
-        self._ray.kill(self._owner)
-        if self._started_ray:
-            self._ray.shutdown()
-
-
-def start_store(conf: Any) -> _StartedOwner:
-    """Start the actor, and Ray if this process is not connected to it, and complete the section ``RayStore``."""
+    Returns what ends them by its ``close``.
+    """
     ray = _ray()
     started = not ray.is_initialized()
     if started:
@@ -169,10 +146,20 @@ def start_store(conf: Any) -> _StartedOwner:
     name = f"TransferQueueStore_{uuid.uuid4().hex[:12]}"
     owner = ray.remote(num_cpus=0)(ValueOwner).options(name=name, namespace=NAMESPACE).remote()
     ray.get(owner.held.remote())
-    section = OmegaConf.to_container(conf.backend.RayStore) if conf.backend.get("RayStore") else {}
-    address = ray.get_runtime_context().gcs_address
-    conf.backend.RayStore = {**section, "address": address, "actor": name}  # type: ignore[dict-item]
-    return _StartedOwner(ray, owner, started)
+    completed = {"address": ray.get_runtime_context().gcs_address, "actor": name}
+    OmegaConf.update(conf, "backend.RayStore", completed, force_add=True)
+    started_here = ExitStack()
+    started_here.callback(_end, owner, started)
+    return started_here
+
+
+def _end(owner: Any, started_ray: bool) -> None:
+    """End the actor, and with it all values; also Ray, if it was started for it."""
+    ray = _ray()
+    if ray.is_initialized():
+        ray.kill(owner)
+        if started_ray:
+            ray.shutdown()
 
 
 def _ray() -> Any:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from transfer_queue.errors import ConfigError, InvalidRequestError, StorageKeyNotFoundError, UnsupportedValueError
+from transfer_queue.errors import ConfigError, InvalidRequestError, StorageKeyNotFoundError
 from transfer_queue.storage.backends import StorageClientFactory, StorageManagerFactory
 from transfer_queue.storage.base import HasRows, StorageManager
 from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
@@ -58,10 +58,6 @@ class KVStorageManager(StorageManager):
         self.storage_client = StorageClientFactory.create(str(config["client_name"]), config)
         self._references = SharedMemoryManager(self.session, config)
 
-    def prepare(self, data: TensorDict) -> TensorDict:
-        _rows_by_field(data)
-        return data
-
     async def put_data(self, data: TensorDict, metadata: HasRows, data_parser: DataParser | None = None) -> TensorDict:
         """See ``StorageManager.put_data``."""
         from transfer_queue.storage.pack import check_rows
@@ -102,9 +98,7 @@ class KVStorageManager(StorageManager):
         return from_rows({name: values[at * count : (at + 1) * count] for at, name in enumerate(names)}, count, layout)
 
     async def clear_data(self, metadata: HasRows) -> None:
-        await self.clear_rows(metadata.global_indexes)
-
-    async def clear_rows(self, indexes: Sequence[int]) -> None:
+        indexes = metadata.global_indexes
         keys, metas = list[str](), list[Any]()
         for name, own in (await self._references.held(indexes)).items():
             keys += _keys(own.tolist(), name)
@@ -138,16 +132,13 @@ class KVStorageManager(StorageManager):
 
     async def _referred(self, indexes: Sequence[int] | IntArray, names: Sequence[str]) -> dict[str, list[_Reference]]:
         """Raises StorageKeyNotFoundError for a value that was cleared or never put."""
-        from transfer_queue.storage.unpack import decode_rows
+        from transfer_queue.storage.unpack import values_in
 
-        found: dict[str, list[Any]] = {name: [None] * len(indexes) for name in names}
         async with self._references.stored(indexes, names) as stored:  # type: ignore[arg-type]
-            for name, placed in stored.items():
-                for positions, column in placed:
-                    where = range(len(indexes))[positions] if isinstance(positions, slice) else positions.tolist()
-                    for position, reference in zip(where, decode_rows(column, name), strict=True):
-                        found[name][position] = _Reference(*reference)
-        return found
+            return {
+                name: [_Reference(*each) for each in values_in(placed, len(indexes), name)]
+                for name, placed in stored.items()
+            }
 
 
 def _keys(indexes: Sequence[int], field: str) -> list[str]:
@@ -157,20 +148,13 @@ def _keys(indexes: Sequence[int], field: str) -> list[str]:
 def _rows_by_field(data: Any) -> dict[str, list[Any]]:
     """One value per row of every field, sorted by field. Raises UnsupportedValueError for a nested TensorDict."""
     import torch
-    from tensordict import is_non_tensor, is_tensor_collection
 
-    from transfer_queue.storage.pack import named_columns, num_rows, values_of
+    from transfer_queue.storage.pack import named_columns, num_rows, objects_of
 
     count, found = num_rows(data), dict[str, list[Any]]()
     for name, column in sorted(named_columns(data)):
-        if isinstance(column, torch.Tensor):
-            found[name] = list(column.detach().unbind())
-        elif is_tensor_collection(column) and not is_non_tensor(column):
-            raise UnsupportedValueError(
-                f"field {name!r} is a nested TensorDict, which can't be stored. Put each of its columns as a field."
-            )
-        else:
-            found[name] = values_of(column, count)
+        is_tensor = isinstance(column, torch.Tensor)
+        found[name] = list(column.detach().unbind()) if is_tensor else objects_of(name, column, count)
     return found
 
 

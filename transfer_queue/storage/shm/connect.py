@@ -19,7 +19,6 @@ from transfer_queue.transport.base import Peer
 from transfer_queue.transport.blocking import is_blocking
 
 _BORROW_TIMEOUT_S = 10.0
-_MAX_GREETING_NBYTES = 4096
 _MOST_DESCRIPTORS = 2
 
 
@@ -90,13 +89,11 @@ class MappedArena:
 def map_arena(address: str) -> MappedArena | None:
     """Map the arena of the server at this address. None: another host, switched off, or no mapping possible here."""
     path = arena_path(address)
-    borrowed = borrow(path) if path is not None and os.path.exists(path) else None
-    if borrowed is None:
+    descriptors = borrow(path) if path is not None and os.path.exists(path) else []
+    if not descriptors:
         return None
-    descriptors, sizes = borrowed
     try:
-        maps = zip(descriptors, np.frombuffer(sizes, "<i8").tolist(), strict=True)
-        return MappedArena(*(np.frombuffer(mmap.mmap(each, nbytes), np.uint8, nbytes) for each, nbytes in maps))
+        return MappedArena(*(np.frombuffer(mmap.mmap(each, 0), np.uint8) for each in descriptors))
     except (OSError, ValueError, OverflowError):  # for example a limit on addresses; frames work everywhere
         return None
     finally:
@@ -104,17 +101,16 @@ def map_arena(address: str) -> MappedArena | None:
             os.close(descriptor)
 
 
-def borrow(path: str, timeout_s: float = _BORROW_TIMEOUT_S) -> tuple[list[int], bytes] | None:
-    """Return copies of the descriptors, which the caller must close, and the greeting.
+def borrow(path: str, timeout_s: float = _BORROW_TIMEOUT_S) -> list[int]:
+    """Return copies of the descriptors, which the caller must close.
 
-    None: no process lends any at this path, or it does not answer in time.
+    None at all: no process lends any at this path, or it does not answer in time.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, contextlib.suppress(OSError):
         connection.settimeout(timeout_s)
         connection.connect(path)
-        greeting, descriptors, _, _ = socket.recv_fds(connection, _MAX_GREETING_NBYTES, _MOST_DESCRIPTORS)
+        _, descriptors, _, _ = socket.recv_fds(connection, 1, _MOST_DESCRIPTORS)
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
-        if descriptors:
-            return descriptors, greeting
-    return None
+        return descriptors
+    return []

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,7 +29,6 @@ from transfer_queue.storage.messages import (
     AskUnitStats,
     Commit,
     Delete,
-    Deleted,
     EndSession,
     EndWrite,
     Expected,
@@ -41,7 +42,7 @@ from transfer_queue.storage.messages import (
 from transfer_queue.storage.shm.choose import UnitDirectory
 from transfer_queue.storage.shm.connect import UnitConnection, decide_paths
 from transfer_queue.storage.shm.read import ReadResult
-from transfer_queue.storage.shm.write import MemoryColumns, UnitWrite, UnitWriter
+from transfer_queue.storage.shm.write import MemoryColumns, UnitWrite, UnitWriter, abort
 from transfer_queue.storage.wire import IntArray, PlacedColumns, WireColumn
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.session import Session
@@ -77,7 +78,7 @@ class SharedMemoryManager(StorageManager):
         self._put_timeout_s = min(float(config.get("put_timeout_s", 60.0)), LONGEST_WAIT_S)
         self._timeout_s = float(config.get("timeout_s", 30.0))
         self._inline_nbytes = int(config.get("inline_nbytes", INLINE_NBYTES))
-        self._writer = UnitWriter(self.session, self._units, self._timeout_s, self._inline_nbytes)
+        self._writer = partial(UnitWriter, self.session, self._units, self._timeout_s, self._inline_nbytes)
         if self._units.own is not None:
             self._own, self.front = self._units.own, self
 
@@ -137,7 +138,7 @@ class SharedMemoryManager(StorageManager):
         wanted = as_indexes(indexes)
         if not columns or not len(wanted):
             return None
-        return await self._writer.write(call, wanted, columns, self._put_timeout_s, fresh)
+        return await self._writer(call, wanted, columns, time.monotonic() + self._put_timeout_s, fresh).write()
 
     def written(self, call: int, units: UnitRuns | None) -> None:
         for unit in filter(None, (self._units.known(number) for number, _ in units or [(0, 0)])):
@@ -148,7 +149,7 @@ class SharedMemoryManager(StorageManager):
         await self._ask_units(written, lambda: Commit(self.session.number(), [call]), Done)
 
     async def abort(self, call: int, units: UnitRuns | None) -> None:
-        await self._writer.abort(call, [unit for unit, _ in units or [(0, 0)]])
+        await abort(self.session, self._units, call, [unit for unit, _ in units or [(0, 0)]])
 
     async def end_write(self, client: str, call: int, published: bool) -> None:
         await self._ask_all(lambda: EndWrite(self.session.number(), client, call, published), Done)
@@ -162,9 +163,8 @@ class SharedMemoryManager(StorageManager):
         from transfer_queue.storage.unpack import parsed_rows
 
         data = await parsed_rows(data, data_parser)
-        indexes = as_indexes(metadata.global_indexes)
-        check_rows(data, indexes)
-        if await self._store(indexes, self.prepare(data)) is not None:
+        check_rows(data, metadata.global_indexes)
+        if await self._store(metadata.global_indexes, self.prepare(data)) is not None:
             raise InvalidRequestError(
                 "put_data stores values where no reader finds them if a queue has several storage units: use put()."
             )
@@ -178,25 +178,19 @@ class SharedMemoryManager(StorageManager):
             )
         return await self.read(metadata, None, None)
 
-    async def read(self, metadata: HasRows, units: Places | None, layout: str | None) -> TensorDict:
-        return await self.get_rows(metadata.global_indexes, metadata.field_names, layout, units)
-
     async def clear_data(self, metadata: HasRows) -> None:
-        await self.clear_rows(metadata.global_indexes)
+        """In every unit, because values that were put again may lie in several."""
+        wanted = as_indexes(metadata.global_indexes)
+        if len(wanted):
+            await self._ask_all(lambda: Delete(self.session.number(), pack_indexes(wanted)), Done)
 
-    async def get_rows(
-        self,
-        indexes: Sequence[int],
-        fields: Iterable[str],
-        layout: str | None = None,
-        units: Places | None = None,
-    ) -> TensorDict:
-        """``read`` without metadata. ``units``: by field, where the rows lie; None: all in unit 0."""
+    async def read(self, metadata: HasRows, units: Places | None, layout: str | None) -> TensorDict:
+        """``units`` None: all rows lie in unit 0."""
         from transfer_queue.storage.unpack import check_layout, unpack
 
         layout = layout or self.layout
         check_layout(layout)
-        wanted, names = as_indexes(indexes), sorted(set(fields))
+        wanted, names = as_indexes(metadata.global_indexes), sorted(set(metadata.field_names))
         if not len(wanted) or not names:
             return unpack({}, len(wanted), layout, self._allow_pickle)
         result = ReadResult(self.session, names)
@@ -231,12 +225,12 @@ class SharedMemoryManager(StorageManager):
 
         return await self._store(indexes, {name: BytesColumn(column) for name, column in columns.items()})
 
-    async def _store(self, indexes: Sequence[int] | IntArray, columns: MemoryColumns) -> UnitRuns | None:
+    async def _store(self, indexes: Sequence[int], columns: MemoryColumns) -> UnitRuns | None:
         if not columns or not len(indexes):
             return None
         call, caller = self.session.number(), self.session.caller
         try:
-            units = await self._writer.write(call, as_indexes(indexes), columns, self._put_timeout_s, fresh=False)
+            units = await self.write(call, indexes, columns)
         except SessionEndedError:
             self.session.renew(caller)
             raise
@@ -246,12 +240,6 @@ class SharedMemoryManager(StorageManager):
             await self.abort(call, units)
             raise
         return units
-
-    async def clear_rows(self, indexes: Sequence[int]) -> None:
-        """In every unit, because values that were put again may lie in several."""
-        wanted = as_indexes(indexes)
-        if len(wanted):
-            await self._ask_all(lambda: Delete(self.session.number(), pack_indexes(wanted)), Deleted)
 
     async def held(self, indexes: Sequence[int]) -> dict[str, IntArray]:
         """Return by field which of these samples have a value. Fields that none of them has are left out."""
@@ -266,23 +254,16 @@ class SharedMemoryManager(StorageManager):
 
         A unit that does not answer, such as one that is dying, is left out.
         """
-        units = [unit for _, unit in await self._units.all()]
-        try:
-            return await self._stats_of(units)
-        except QueueUnreachableError as error:
-            found, failed = list[UnitStats](), error
-        for unit in units:
+        found, failed = list[UnitStats](), None
+        for _, unit in await self._units.all():
             try:
-                found += await self._stats_of([unit])
+                (own,) = await self._ask([unit], lambda: AskUnitStats(self.session.number()), UnitStats)
+                found.append(msgspec.structs.replace(own, path=unit.path))
             except QueueUnreachableError as error:
                 failed = error
-        if not found:
+        if failed is not None and not found:
             raise failed
         return found
-
-    async def _stats_of(self, units: Sequence[UnitConnection]) -> list[UnitStats]:
-        answers = await self._ask(units, lambda: AskUnitStats(self.session.number()), UnitStats)
-        return [msgspec.structs.replace(own, path=unit.path) for own, unit in zip(answers, units, strict=True)]
 
     async def close(self) -> None:
         self._units.close()

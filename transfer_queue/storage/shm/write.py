@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from transfer_queue.errors import QueueUnreachableError, StorageFullError, TransferQueueError, UnitLostError
 from transfer_queue.protocol import LONGEST_WAIT_S, UnitRuns, pack_indexes
-from transfer_queue.storage.copying import AT_ONCE, Copies, Copy
+from transfer_queue.storage.copying import Copies, Copy, copy_now
 from transfer_queue.storage.messages import (
     Abort,
     Columns,
@@ -78,7 +78,7 @@ class UnitWrite:
     def packed(self, session: Session) -> tuple[Columns, list[Any]]:
         """Return the message's columns and frames, after a copy into the arena of the columns that lie there."""
         if not self.lease_call:
-            return self._packed(AT_ONCE)
+            return self._packed(copy_now)
         with session.using_memory():
             copies = Copies(into_mapped=True)
             made = self._packed(copies)
@@ -91,124 +91,104 @@ class UnitWrite:
             nbytes = self._sizes.get(name)
             if nbytes is not None and self.lease_call and self._arena is not None:
                 stored = column.stored_in(self._arena.view(offset, nbytes), self._rows, copy)
-                packer.add_at(name, slice(0, self._count), stored, offset)
+                packer.add(name, slice(0, self._count), stored, offset)
                 offset += whole_pages(nbytes)
                 continue
             packer.add(name, slice(0, self._count), column.wire_column().slice(self._rows.start, self._rows.stop))
         return Columns(packer.headers, packer.tables, self.lease_call), packer.frames
 
 
-class UnitWriter:
-    """Writes to samples that exist stay uncommitted. A write is cut into one piece per unit at most, usually one."""
-
-    def __init__(self, session: Session, units: UnitDirectory, timeout_s: float, inline_nbytes: int) -> None:
-        """``timeout_s``: longest wait for an answer, besides the wait for room."""
-        self.session = session
-        self.units = units
-        self.timeout_s = timeout_s
-        self.inline_nbytes = inline_nbytes
-
-    async def write(
-        self, call: int, indexes: IntArray, columns: MemoryColumns, wait_s: float, fresh: bool
-    ) -> UnitRuns | None:
-        """Write all rows, or none and an error. Units that are full or gone are left out while others take the rows.
-
-        Returns:
-            Where the rows lie; None: in unit 0.
-        Raises:
-            StorageFullError: there was no room for ``wait_s`` seconds, or there can't be.
-            UnitLostError: no unit can be reached.
-        """
-        attempt = _Attempt(self, call, indexes, columns, time.monotonic() + wait_s, fresh)
-        place: Callable[[list[int]], Coroutine[Any, Any, None]] = attempt.at_once
-        failed: TransferQueueError | None = None
-        while True:
-            units = [unit for unit in await self.units.to_write_to() if unit not in attempt.left_out]
-            if not units:
-                raise _nobody_takes_it(failed)
-            try:
-                await place(units)
-                return None if all(unit == 0 for unit, _ in attempt.runs) else attempt.runs
-            except StorageFullError as error:
-                await attempt.abort()
-                failed = error
-                if attempt.is_late():
-                    raise
-                place = attempt.in_order if place == attempt.at_once else attempt.at_once
-            except QueueUnreachableError as error:
-                failed = error
-                attempt.left_out.add(attempt.units[-1])
-                await attempt.abort()
-                await self.units.refresh()
-            except BaseException:
-                await attempt.abort()
-                raise
-
-    async def abort(self, call: int, units: Sequence[int]) -> None:
-        """Drop what this call wrote to these units."""
-        for unit in filter(None, map(self.units.known, units)):
-            await self.session.post(unit.peer, Abort(self.session.number(), [call]))
-
-    def nums_pieces(self, columns: MemoryColumns, count: int, units: Sequence[int]) -> tuple[int, int]:
-        """Into how many pieces to cut the rows: so that each leaves room in a unit, and so that each just fits.
-
-        There are no more pieces than units.
-        """
-        capacity = self.units.least_capacity(units)
-        if len(units) == 1 or capacity is None:
-            return 1, 1
-        nbytes = sum(column.nbytes_of(slice(0, count)) for column in columns.values())
-        most = min(len(units), count)
-        fitting = min(most, max(1, -(-nbytes // capacity)))
-        return min(most, max(1, -(-_SHARE_OF_UNIT * nbytes // capacity))), fitting
-
-
-def _nobody_takes_it(failed: TransferQueueError | None) -> TransferQueueError:
-    if isinstance(failed, StorageFullError):
-        return failed
-    why = failed or "there is none."
-    return UnitLostError(f"no storage unit of the queue can be reached: {why} Look at the output of its servers.")
-
-
 @dataclass
-class _Attempt:
-    """One write on its way to units. ``units``: those that were sent something. ``runs``: where its rows lie."""
+class UnitWriter:
+    """One write on its way to units. It is cut into one piece per unit at most, usually one.
 
-    writer: UnitWriter
+    A write to samples that exist stays uncommitted.
+    """
+
+    session: Session
+    directory: UnitDirectory
+    timeout_s: float
+    """Longest wait for an answer, besides the wait for room."""
+    inline_nbytes: int
     call: int
     indexes: IntArray
     columns: MemoryColumns
     deadline: float
     fresh: bool
     units: list[int] = field(default_factory=list)
+    """Those that were sent something."""
     runs: UnitRuns = field(default_factory=list)
+    """Where its rows lie."""
     left_out: set[int] = field(default_factory=set)
     """Units that don't answer, or that can never take a piece of this write."""
 
-    def is_late(self) -> bool:
-        return time.monotonic() >= self.deadline
+    async def write(self) -> UnitRuns | None:
+        """Write all rows, or none and an error. Units that are full or gone are left out while others take the rows.
 
-    async def abort(self) -> None:
+        Returns:
+            Where the rows lie; None: in unit 0.
+        Raises:
+            StorageFullError: there was no room before the deadline, or there can't be.
+            UnitLostError: no unit can be reached.
+        """
+        place: Callable[[list[int]], Coroutine[Any, Any, None]] = self._at_once
+        failed: TransferQueueError | None = None
+        while True:
+            units = [unit for unit in await self.directory.to_write_to() if unit not in self.left_out]
+            if not units:
+                raise _nobody_takes_it(failed)
+            try:
+                await place(units)
+                return None if all(unit == 0 for unit, _ in self.runs) else self.runs
+            except StorageFullError as error:
+                await self._abort()
+                failed = error
+                if time.monotonic() >= self.deadline:
+                    raise
+                place = self._in_order if place == self._at_once else self._at_once
+            except QueueUnreachableError as error:
+                failed = error
+                self.left_out.add(self.units[-1])
+                await self._abort()
+                await self.directory.refresh()
+            except BaseException:
+                await self._abort()
+                raise
+
+    async def _abort(self) -> None:
         """Nothing of it is left in any unit."""
-        await self.writer.abort(self.call, self.units)
+        await abort(self.session, self.directory, self.call, self.units)
         self.units.clear()
         self.runs.clear()
+
+    def _nums_pieces(self, units: Sequence[int]) -> tuple[int, int]:
+        """Into how many pieces to cut the rows: so that each leaves room in a unit, and so that each just fits.
+
+        There are no more pieces than units.
+        """
+        capacity, count = self.directory.least_capacity(units), len(self.indexes)
+        if len(units) == 1 or capacity is None:
+            return 1, 1
+        nbytes = sum(column.nbytes_of(slice(0, count)) for column in self.columns.values())
+        most = min(len(units), count)
+        fitting = min(most, max(1, -(-nbytes // capacity)))
+        return min(most, max(1, -(-_SHARE_OF_UNIT * nbytes // capacity))), fitting
 
     def _cut(self, num_pieces: int) -> list[slice]:
         count = len(self.indexes)
         return [slice(a, b) for a, b in pairwise(count * number // num_pieces for number in range(num_pieces + 1))]
 
-    async def at_once(self, units: list[int]) -> None:
+    async def _at_once(self, units: list[int]) -> None:
         """Write each piece to the first unit that has room now and no other piece. If too few units have room, try
         with fewer pieces.
         """
-        wanted, fewest = self.writer.nums_pieces(self.columns, len(self.indexes), units)
+        wanted, fewest = self._nums_pieces(units)
         for num_pieces in range(wanted, fewest, -1):
             try:
                 await self._to_first_with_room(units, num_pieces)
                 return
             except StorageFullError:
-                await self.abort()
+                await self._abort()
         await self._to_first_with_room(units, fewest)
 
     async def _to_first_with_room(self, units: list[int], num_pieces: int) -> None:
@@ -224,12 +204,12 @@ class _Attempt:
             else:
                 raise refused
 
-    async def in_order(self, units: list[int]) -> None:
+    async def _in_order(self, units: list[int]) -> None:
         """Wait for room at one unit after the other, in the order that all clients share.
 
         Otherwise two writes could each hold what the other waits for.
         """
-        wanted, fewest = self.writer.nums_pieces(self.columns, len(self.indexes), units)
+        wanted, fewest = self._nums_pieces(units)
         patience_s = LONGEST_WAIT_S if len(units) == fewest else _PATIENCE_S
         for unit, piece in zip(sorted(units[:wanted]), self._cut(wanted), strict=True):
             now = time.monotonic()
@@ -244,19 +224,31 @@ class _Attempt:
     async def _write(self, number: int, rows: slice, wait_s: float) -> None:
         """Write these rows to one unit. Waits up to ``wait_s`` seconds for room."""
         self.units.append(number)
-        writer, session = self.writer, self.writer.session
-        unit = await writer.units.connection(number)
+        session, unit = self.session, await self.directory.connection(number)
         await decide_paths([unit])
         own = pack_indexes(self.indexes[rows])
-        write = UnitWrite(unit, rows, self.columns, writer.inline_nbytes)
+        write = UnitWrite(unit, rows, self.columns, self.inline_nbytes)
         try:
-            await write.lease(session, session.number(), own, wait_s, writer.timeout_s)
+            await write.lease(session, session.number(), own, wait_s, self.timeout_s)
             to_store, frames = write.packed(session)
             asks = [(unit.peer, Write(self.call, own, to_store, wait_s, self.fresh), frames)]
-            answers = await session.call_many(asks, writer.timeout_s + wait_s)
+            answers = await session.call_many(asks, self.timeout_s + wait_s)
             decode_answer(answers[0].header, Written)
         except BaseException:
             if write.lease_call:
                 await session.post(unit.peer, Release(session.number(), [write.lease_call]))
             raise
         self.runs.append((number, rows.stop - rows.start))
+
+
+async def abort(session: Session, directory: UnitDirectory, call: int, units: Sequence[int]) -> None:
+    """Drop what this call wrote to these units."""
+    for unit in filter(None, map(directory.known, units)):
+        await session.post(unit.peer, Abort(session.number(), [call]))
+
+
+def _nobody_takes_it(failed: TransferQueueError | None) -> TransferQueueError:
+    if isinstance(failed, StorageFullError):
+        return failed
+    why = failed or "there is none."
+    return UnitLostError(f"no storage unit of the queue can be reached: {why} Look at the output of its servers.")

@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import mmap
 import os
-import weakref
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from transfer_queue.storage.messages import whole_pages
+from transfer_queue.storage.recycling import Watch, watched
 from transfer_queue.storage.wire import ByteArray
 
 
@@ -59,11 +58,9 @@ class FreeList:
         """Take this much free space in total from as few ranges as possible: (start, size), the largest first."""
         taken = []
         while total:
-            found, start = self._by_size[-1]
-            size = min(found, total)
-            self._remove(start)
-            if found > size:
-                self._insert(start + size, found - size)
+            size = min(self._by_size[-1][0], total)
+            start = self.take(size)
+            assert start is not None
             taken.append((start, size))
             total -= size
         return taken
@@ -89,17 +86,6 @@ first touching a page costs several times as much as copying into it.
 _TRIMMED_NBYTES = 32 * 1024 * 1024
 """The most bytes to return in one go, which takes some ten milliseconds."""
 _SPARSE_FACTOR = 4  # addresses are free and pages come with use: enough that fragmentation never matters
-
-
-class _Extent(np.ndarray[Any, Any]):
-    """Its base is the mapping and not another array, so that every view keeps it alive."""
-
-
-class _Watch(weakref.ref[_Extent]):
-    __slots__ = ("nbytes", "start")
-
-    start: int
-    nbytes: int
 
 
 class Arena:
@@ -128,8 +114,8 @@ class Arena:
         self._first: int = np.frombuffer(self._map, np.uint8, 1).__array_interface__["data"][0]
         self._cold, self._warm = FreeList(), FreeList()
         self._cold.free(0, self.nbytes)
-        self._watches: dict[int, _Watch] = {}
-        self._ended: deque[_Watch] = deque()
+        self._watches: dict[int, Watch] = {}
+        self._ended: deque[Watch] = deque()
         self._now = 0.0
         self._watched = 0.0
         self._idle_nbytes = 0
@@ -182,11 +168,8 @@ class Arena:
         return offset if 0 <= offset < self.nbytes else -1
 
     def _extent(self, start: int, size: int) -> ByteArray:
-        extent: _Extent = np.ndarray.__new__(_Extent, (size,), np.uint8, buffer=self._map, offset=start)
-        watch = self._watches[start] = _Watch(extent, self._ended.append)
-        watch.start, watch.nbytes = start, size
-        plain: ByteArray = extent.view(np.ndarray)
-        return plain
+        self._watches[start], extent = watched(self._map, size, Watch, self._ended.append, start)
+        return extent
 
     def _free(self, start: int, size: int) -> None:
         if size:

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from transfer_queue.errors import StorageKeyNotFoundError
 from transfer_queue.storage.messages import FieldColumns, Located
-from transfer_queue.storage.unit.field_blocks import STEP_NBYTES, Block, FieldBlocks, HeldBlocks
+from transfer_queue.storage.unit.field_blocks import Block, FieldBlocks, HeldBlocks
 from transfer_queue.storage.unit.spill import SPILL_STEP_NBYTES, SpillFile
-from transfer_queue.storage.wire import Allocate, ByteArray, IntArray, Positions, WireColumn, as_run, distinct, heap
+from transfer_queue.storage.wire import Allocate, ByteArray, IntArray, as_run, distinct, heap
 
 
 class BlockStore(HeldBlocks):
@@ -21,11 +21,9 @@ class BlockStore(HeldBlocks):
     A block that is mostly dead is copied and freed: a small one at once, a large one in steps, by ``move``.
     """
 
-    def __init__(
-        self, allocate: Allocate = heap, step_nbytes: int = STEP_NBYTES, file: SpillFile | None = None
-    ) -> None:
+    def __init__(self, allocate: Allocate = heap, file: SpillFile | None = None) -> None:
         """See ``HeldBlocks``."""
-        super().__init__(allocate, step_nbytes, file)
+        super().__init__(allocate, file)
         self._spilling: Iterator[None] | None = None
         self._no_room_on_disk = False
         self._table = PageTable()
@@ -40,24 +38,28 @@ class BlockStore(HeldBlocks):
             held[: len(present)] |= present[: len(held)]
         return int(held.sum())
 
+    @property
+    def num_values(self) -> int:
+        """Likewise for statistics only."""
+        return sum(int(np.count_nonzero(field.present_slots())) for field in self._fields.values())
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(len(field.blocks) for field in self._fields.values())
+
     def write(self, indexes: IntArray, columns: FieldColumns) -> None:
         """Store these values, replacing existing ones. It keeps the memory of the columns and copies nothing."""
         slots = self._claim(indexes, columns)
         for name, positions, column in columns:
-            mine = slots if _is_all(positions, len(slots)) else slots[positions]
-            self._table.keep(self._fields[name].add(mine, column))
+            self._table.keep(self._fields[name].add(slots[positions], column))
 
     def _claim(self, indexes: IntArray, columns: FieldColumns) -> IntArray:
         # An index without any value must not get a page, because nothing would ever release it.
-        if any(_is_all(positions, len(indexes)) for _, positions, _ in columns):
-            self._table.claim(indexes)
-        else:
-            covered = np.zeros(len(indexes), np.bool_)
-            for _, positions, _ in columns:
-                covered[positions] = True
-            self._table.claim(indexes[covered])
-        for name, _, _ in columns:
+        covered = np.zeros(len(indexes), np.bool_)
+        for name, positions, _ in columns:
+            covered[positions] = True
             self._fields.setdefault(name, FieldBlocks(self))
+        self._table.claim(indexes[covered])
         for field in self._fields.values():
             field.grow(self._table.capacity)
         return self._table.find(indexes)
@@ -71,33 +73,24 @@ class BlockStore(HeldBlocks):
             StorageKeyNotFoundError: a value was cleared or never written.
         """
         located: Located = []
-        for name, field, slots, whole in self._found(indexes, fields):
-            if whole is None:
-                located += [(name, *block) for block in field.located(slots)]
-            else:
-                column, rows = whole
-                located.append((name, column, slice(0, len(slots)), rows))
-        return located
-
-    def _found(
-        self, indexes: IntArray, fields: Sequence[str]
-    ) -> Iterator[tuple[str, FieldBlocks, IntArray, tuple[WireColumn, slice] | None]]:
-        """(field name, blocks, slots, (block, rows) if one block without dead rows holds all slots in order)."""
         slots = self._table.find(indexes)
         run = as_run(slots)
         known = run if isinstance(run, slice) and run.start >= 0 and len(slots) else None
         for name in fields:
             field = self._fields.get(name)
-            whole = None if field is None or known is None else field.whole(known)
-            if whole is None:
-                missing = indexes if field is None else indexes[field.missing(slots)]
-                if len(missing):
-                    raise StorageKeyNotFoundError(
-                        f"no value of field {name!r} for sample {missing[0]} ({len(missing)} of the {len(indexes)} "
-                        f"samples asked for lack it here): it was cleared, or never put. Fetch metadata anew."
-                    )
+            if field is not None and known is not None and (whole := field.whole(known)) is not None:
+                column, rows = whole
+                located.append((name, column, slice(0, len(slots)), rows))
+                continue
+            missing = indexes if field is None else indexes[field.missing(slots)]
+            if len(missing):
+                raise StorageKeyNotFoundError(
+                    f"no value of field {name!r} for sample {missing[0]} ({len(missing)} of the {len(indexes)} "
+                    f"samples asked for lack it here): it was cleared, or never put. Fetch metadata anew."
+                )
             if field is not None:
-                yield name, field, slots, whole
+                located += [(name, *block) for block in field.located(slots)]
+        return located
 
     def lacking(self, indexes: IntArray, fields: Iterable[str]) -> dict[str, IntArray]:
         """By field, which of the indexes have no value."""
@@ -111,10 +104,9 @@ class BlockStore(HeldBlocks):
         held = {name: indexes[~field.missing(slots)] for name, field in self._fields.items()}
         return {name: some for name, some in held.items() if len(some)}
 
-    def delete(self, indexes: IntArray) -> int:
-        """Delete all fields of these indexes, skipping unknown ones. Returns the number of values deleted."""
+    def delete(self, indexes: IntArray) -> None:
+        """Delete all fields of these indexes, skipping unknown ones."""
         slots = distinct(self._table.find(indexes))
-        deleted = 0
         self.look_for_disk()
         for name, field in list(self._fields.items()):
             mine = slots[~field.missing(slots)]
@@ -122,10 +114,8 @@ class BlockStore(HeldBlocks):
                 continue
             field.delete(mine)
             self._table.release(mine)
-            deleted += len(mine)
-            if field.is_empty:
+            if not field.blocks:
                 del self._fields[name]
-        return deleted
 
     def replaced_nbytes(self, indexes: IntArray, fields: Iterable[str]) -> int:
         """Bytes that a write of these fields of these indexes would free."""
@@ -181,19 +171,19 @@ class BlockStore(HeldBlocks):
 
     def pack(self) -> None:
         """Compact all blocks with dead rows: small ones now, large ones by later calls of ``move``."""
-        if self.held_nbytes > self.live_nbytes:
-            for field in self._fields.values():
-                field.pack()
+        for field, block in self._with_dead_rows():
+            field.compact(block)
 
     def squeeze(self) -> None:
         """Compact all blocks with dead rows now."""
-        if self.held_nbytes > self.live_nbytes:
-            for field in self._fields.values():
-                field.squeeze()
+        for field, block in self._with_dead_rows():
+            field.rewrite([block])
 
-
-def _is_all(positions: Positions, count: int) -> bool:
-    return isinstance(positions, slice) and positions.start == 0 and positions.stop == count
+    def _with_dead_rows(self) -> list[tuple[FieldBlocks, Block]]:
+        if self.held_nbytes == self.live_nbytes:
+            return []
+        blocks = [(field, block) for field in self._fields.values() for block in field.blocks.values()]
+        return [(field, block) for field, block in blocks if block.live < block.column.rows and not block.on_disk]
 
 
 _PAGE_BITS = 6  # at most the run that routing keeps together, so a full page costs one dictionary entry
@@ -224,19 +214,10 @@ class PageTable:
             page = self._pages.get(name, -1)
             return indexes - ((name - page) << _PAGE_BITS) if page >= 0 else np.full(len(indexes), -1, np.int64)
         names = indexes >> _PAGE_BITS
-        if len(names) and isinstance(as_run(indexes), slice):  # most puts
-            own = range(names.item(0), names.item(-1) + 1)
-            pages = self._pages_of(own)[names - own.start]
-        elif 4 * len(cuts := np.flatnonzero(names[1:] != names[:-1]) + 1) < len(names):  # mostly neighbours
-            first = np.concatenate((np.zeros(1, np.int64), cuts))
-            pages = np.repeat(self._pages_of(names[first].tolist()), np.diff(np.append(first, len(names))))
-        else:
-            names, inverse = np.unique(names, return_inverse=True)
-            pages = self._pages_of(names.tolist())[inverse]
+        first = np.flatnonzero(np.diff(names, prepend=names[:1] - 1))  # of each run on one page
+        found = np.array([self._pages.get(name, -1) for name in names[first].tolist()], np.int64)
+        pages = np.repeat(found, np.diff(first, append=len(names)))
         return np.where(pages < 0, -1, (pages << _PAGE_BITS) | (indexes & (_PAGE - 1)))
-
-    def _pages_of(self, names: Iterable[int]) -> IntArray:
-        return np.array([self._pages.get(name, -1) for name in names], np.int64)
 
     def claim(self, indexes: IntArray) -> None:
         """Give these indexes slots. ``keep`` must follow, because a page without values would never be released."""

@@ -17,10 +17,10 @@ from transfer_queue.storage.wire import (
     Positions,
     WireColumn,
     as_run,
+    count_of,
     distinct,
     gather,
     groups,
-    heap,
 )
 
 _SMALL_NBYTES = 64 * 1024
@@ -63,20 +63,17 @@ class Block:
 class HeldBlocks:
     """What all fields of a unit hold together, what their blocks are made of, and those that wait for a step."""
 
-    def __init__(
-        self, allocate: Allocate = heap, step_nbytes: int = STEP_NBYTES, file: SpillFile | None = None
-    ) -> None:
-        """``allocate``: memory for blocks that are made from others here.
-        ``step_nbytes``: how much of a mostly dead block is moved at once. ``file``: where blocks may be spilled.
-        """
-        self.allocate, self.step_nbytes, self.file = allocate, step_nbytes, file
+    def __init__(self, allocate: Allocate, file: SpillFile | None) -> None:
+        """``allocate``: memory for blocks that are made from others here. ``file``: where blocks may be spilled."""
+        self.allocate, self.file = allocate, file
+        self.step_nbytes = STEP_NBYTES
+        """How much of a mostly dead block is moved at once."""
         self.held_nbytes = 0
         """Bytes of all buffers, including dead rows."""
         self.spilled_nbytes = 0
         """Of ``held_nbytes``, those on disk."""
         self.live_nbytes = 0
         """Bytes of the values that can still be read."""
-        self.num_values = self.num_blocks = 0
         self.moving: dict[Block, FieldBlocks] = {}
         """Blocks whose live rows wait for ``move``."""
         self.in_memory: dict[Block, FieldBlocks] = {}
@@ -96,16 +93,13 @@ class FieldBlocks:
         # -1: no value. Rows of a block that this table does not name are dead.
         self._block_of = np.zeros(0, np.int32)
         self._row_of = np.zeros(0, np.int32)
-        self._blocks: dict[int, Block] = {}
+        self.blocks: dict[int, Block] = {}
+        """By their numbers."""
         self._free_numbers: list[int] = []
         self._small: dict[Layout, dict[int, Block]] = {}
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._blocks
-
     def has(self, block: Block) -> bool:
-        return self._blocks.get(block.number) is block
+        return self.blocks.get(block.number) is block
 
     def spilled(self, block: Block, data: ByteArray) -> None:
         """All data of the block is now in the spill file, at ``data``."""
@@ -146,7 +140,7 @@ class FieldBlocks:
     def nbytes_of(self, slots: IntArray) -> int:
         """Bytes in memory of the values of these slots, which must all have one."""
         rows = self._row_of[slots]
-        found = [(self._blocks[number], at) for number, at in groups(self._block_of[slots])]
+        found = [(self.blocks[number], at) for number, at in groups(self._block_of[slots])]
         return sum(block.column.rows_nbytes(rows[at]) for block, at in found if not block.on_disk)
 
     def add(self, slots: IntArray, column: WireColumn) -> IntArray:
@@ -157,22 +151,21 @@ class FieldBlocks:
         run = as_run(slots)
         held = self._block_of[run] >= 0
         if held.any():
-            fresh = distinct(slots[~held])
             self.delete(distinct(slots[held]))
-        else:
-            fresh = slots if isinstance(run, slice) else distinct(slots)
+        fresh = distinct(slots[~held])
         block = self._insert(slots, run, column)
         if not isinstance(run, slice):  # a slice has no repeated slots
             stale = np.flatnonzero(self._row_of[slots] != np.arange(column.rows))
             if len(stale):
                 self._kill(block, stale)
-        if block.family is not None:
-            self._merge_small(block.family)
+        small = {} if block.family is None else self._small.get(block.family, {})
+        if len(small) >= _MERGE_BLOCKS:
+            self.rewrite(list(small.values()))
         return fresh
 
     def whole(self, run: slice) -> tuple[WireColumn, slice] | None:
         """Return the block without dead rows that holds these slots in order, and their rows in it; else None."""
-        block = self._blocks.get(self._block_of.item(run.start))
+        block = self.blocks.get(self._block_of.item(run.start))
         if block is None or block.first is None or block.live < block.column.rows:
             return None
         rows = slice(run.start - block.first, run.stop - block.first)
@@ -181,33 +174,21 @@ class FieldBlocks:
     def located(self, slots: IntArray) -> list[tuple[WireColumn, IntArray, IntArray]]:
         """(block, positions in ``slots``, their rows in the block) for every block that holds some of these slots."""
         rows = self._row_of[slots].astype(np.int64)
-        return [(self._blocks[number].column, at, rows[at]) for number, at in groups(self._block_of[slots])]
+        return [(self.blocks[number].column, at, rows[at]) for number, at in groups(self._block_of[slots])]
 
     def delete(self, slots: IntArray) -> None:
         """Delete the values of these slots, which must all have one."""
         numbers, rows = self._block_of[slots], self._row_of[slots]
         self._block_of[slots] = -1
         for number, at in groups(numbers):
-            self._kill(self._blocks[number], rows[at])
+            self._kill(self.blocks[number], rows[at])
 
-    def pack(self) -> None:
-        """Compact blocks with dead rows: small ones now, large ones by later calls of ``move``."""
-        for block in self._with_dead_rows():
-            self._compact(block)
-
-    def squeeze(self) -> None:
-        """Compact all blocks with dead rows now."""
-        for block in self._with_dead_rows():
-            self._rewrite([block])
-
-    def _with_dead_rows(self) -> list[Block]:
-        return [block for block in self._blocks.values() if block.live < block.column.rows and not block.on_disk]
-
-    def _compact(self, block: Block) -> None:
+    def compact(self, block: Block) -> None:
+        """Drop its dead rows: now if it is small, else by later calls of ``move``."""
         if block.on_disk and block.column.nbytes > SPILL_STEP_NBYTES * block.column.rows:
             return  # one row would be too long a step
         if block.live_nbytes <= self._step_of(block):
-            self._rewrite([block])
+            self.rewrite([block])
         elif block not in self._held.moving and not block.stays:
             block.left = 0
             self._held.moving[block] = self
@@ -221,19 +202,9 @@ class FieldBlocks:
         start, stop = block.left, self._step_end(block.column, block.left, self._step_of(block))
         rows = start + np.flatnonzero(self._lives(block, slice(start, stop)))
         block.left = stop
-        if not len(rows):
-            return
-        try:
-            column = self._gathered([(block.column, as_run(rows))], block.on_disk)
-        except MemoryError:
+        if len(rows) and not self._relocate([(block, as_run(rows))]):
             del self._held.moving[block]
             block.stays = True
-            return
-        slots = block.slots[rows]
-        self._mark_dead(block, rows)
-        if not block.live:
-            self._remove(block)
-        self._insert(slots, as_run(slots), column)
 
     def _step_of(self, block: Block) -> int:
         step = self._held.step_nbytes
@@ -255,14 +226,13 @@ class FieldBlocks:
             return
         block.stays = False
         if block.mostly_dead:
-            self._compact(block)
+            self.compact(block)
 
-    def _mark_dead(self, block: Block, rows: NDArray[np.integer]) -> None:
+    def _mark_dead(self, block: Block, rows: slice | NDArray[np.integer]) -> None:
         nbytes = block.column.rows_nbytes(rows)
-        block.live -= len(rows)
+        block.live -= count_of(rows)
         block.live_nbytes -= nbytes
         self._held.live_nbytes -= nbytes
-        self._held.num_values -= len(rows)
 
     def _lives(self, block: Block, rows: slice) -> NDArray[np.bool_]:
         """True for the rows that are still their slots' values."""
@@ -271,15 +241,13 @@ class FieldBlocks:
         return lives
 
     def _insert(self, slots: NDArray[np.integer], run: Positions, column: WireColumn) -> Block:
-        number = self._free_numbers.pop() if self._free_numbers else len(self._blocks)
-        block = self._blocks[number] = Block(number, column, slots.astype(np.int32), run)
+        number = self._free_numbers.pop() if self._free_numbers else len(self.blocks)
+        block = self.blocks[number] = Block(number, column, slots.astype(np.int32), run)
         self._block_of[run] = number
         self._row_of[run] = np.arange(column.rows)
         held, file = self._held, self._held.file
         held.held_nbytes += column.nbytes
         held.live_nbytes += column.nbytes
-        held.num_values += column.rows
-        held.num_blocks += 1
         if file is not None and file.holds(column.data):
             self._count_on_disk(block)
         elif file is not None and column.data.nbytes >= file.least_nbytes:
@@ -289,7 +257,7 @@ class FieldBlocks:
         return block
 
     def _remove(self, block: Block) -> None:
-        del self._blocks[block.number]
+        del self.blocks[block.number]
         held = self._held
         held.moving.pop(block, None)
         held.in_memory.pop(block, None)
@@ -298,8 +266,6 @@ class FieldBlocks:
         self._free_numbers.append(block.number)
         held.held_nbytes -= block.column.nbytes
         held.live_nbytes -= block.live_nbytes
-        held.num_values -= block.live
-        held.num_blocks -= 1
         self._leave_small(block)
 
     def _leave_small(self, block: Block) -> None:
@@ -309,28 +275,29 @@ class FieldBlocks:
             if not small:
                 del self._small[block.family]
 
-    def _merge_small(self, family: Layout) -> None:
-        small = self._small.get(family, {})
-        if len(small) >= _MERGE_BLOCKS:
-            self._rewrite(list(small.values()))
-
-    def _rewrite(self, blocks: Sequence[Block]) -> None:
+    def rewrite(self, blocks: Sequence[Block]) -> None:
         """Copy the live rows of these blocks, all of one family, into one new block.
 
         Without memory they stay as they are: the dead rows take room, but nothing is wrong.
         """
-        selected: list[tuple[WireColumn, Positions]] = []
-        slots = []
+        parts: list[tuple[Block, Positions]] = []
         for block in blocks:
             every = slice(0, block.column.rows)
-            rows = every if block.live == every.stop else np.flatnonzero(self._lives(block, every))
-            selected.append((block.column, rows))
-            slots.append(block.slots[rows])
+            parts.append((block, every if block.live == every.stop else np.flatnonzero(self._lives(block, every))))
+        self._relocate(parts)
+
+    def _relocate(self, parts: Sequence[tuple[Block, Positions]]) -> bool:
+        """Copy these live rows into one new block, and free blocks without others. False: there is no room for it."""
         try:
-            column = self._gathered(selected, all(block.on_disk for block in blocks))
+            column = self._gathered(
+                [(block.column, rows) for block, rows in parts], all(block.on_disk for block, _ in parts)
+            )
         except MemoryError:
-            return
-        for block in blocks:
-            self._remove(block)
-        together = np.concatenate(slots)
-        self._insert(together, as_run(together), column)
+            return False
+        slots = np.concatenate([block.slots[rows] for block, rows in parts])
+        for block, rows in parts:
+            self._mark_dead(block, rows)
+            if not block.live:
+                self._remove(block)
+        self._insert(slots, as_run(slots), column)
+        return True

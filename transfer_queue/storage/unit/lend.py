@@ -9,8 +9,6 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from transfer_queue.storage.messages import arena_path
 from transfer_queue.storage.unit.arena import Arena
 from transfer_queue.storage.unit.spill import SpillFile
@@ -26,17 +24,16 @@ Attend = Callable[[int, Callable[[], None]], Callable[[], object]]
 class Lender:
     """The serving side, in the thread of the server that ``attend`` belongs to."""
 
-    def __init__(self, path: str, attend: Attend, descriptors: Sequence[int], greeting: bytes) -> None:
+    def __init__(self, path: str, attend: Attend, descriptors: Sequence[int]) -> None:
         """``descriptors`` must stay open until ``close``. Raises OSError if the path can't be bound."""
         self._path = path
         self._descriptors = descriptors
-        self._greeting = greeting
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._door.bind(path)
             self._door.listen(_BACKLOG)
             self._door.setblocking(False)
-            self._spare = os.dup(descriptors[0])
+            self._spare = self._door.dup()
             self._stop = attend(self._door.fileno(), self._lend)
         except OSError:
             self._door.close()
@@ -48,7 +45,7 @@ class Lender:
             return
         self._stop()
         self._door.close()
-        self._drop_spare()
+        self._spare.close()
         with contextlib.suppress(OSError):  # its directory has been removed
             os.unlink(self._path)
 
@@ -61,26 +58,21 @@ class Lender:
             return
         with connection, contextlib.suppress(OSError):  # the client has left
             connection.setblocking(False)
-            socket.send_fds(connection, [self._greeting], list(self._descriptors))
+            socket.send_fds(connection, [b"\0"], list(self._descriptors))
 
     def _refuse(self) -> None:
         """Accept and close one connection with the spare descriptor; otherwise the loop would report it forever.
 
         Without a spare, the only way out is to close for good.
         """
-        had_spare = self._spare >= 0
-        self._drop_spare()
+        had_spare = self._spare.fileno() >= 0
+        self._spare.close()
         with contextlib.suppress(OSError):
             self._door.accept()[0].close()
             had_spare = True
-            self._spare = os.dup(self._descriptors[0])
+            self._spare = self._door.dup()
         if not had_spare:
             self.close()
-
-    def _drop_spare(self) -> None:
-        if self._spare >= 0:
-            os.close(self._spare)
-            self._spare = -1
 
 
 def lend_arena(server: SocketServer, file: SpillFile | None = None) -> Arena | None:
@@ -92,8 +84,7 @@ def lend_arena(server: SocketServer, file: SpillFile | None = None) -> Arena | N
     try:
         arena = Arena()
         lent = [arena] if file is None else [arena, file]
-        sizes = np.array([each.nbytes for each in lent], "<i8").tobytes()
-        lender = Lender(path, server.attend, [each.descriptor for each in lent], sizes)
+        lender = Lender(path, server.attend, [each.descriptor for each in lent])
     except OSError as error:  # such as a limit on addresses
         _log.warning("%s shares no memory (%s): values travel as frames, which is slower", server.address, error)
         if arena is not None:

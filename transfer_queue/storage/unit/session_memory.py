@@ -20,20 +20,16 @@ class Memory(Holding):
     until = Until.DONE
     __slots__ = ("_freed", "extents")
 
-    def __init__(self, extents: Iterable[ByteArray], freed: Callable[[Memory], None]) -> None:
+    def __init__(self, extents: Iterable[ByteArray], freed: Callable[[], None]) -> None:
         """``freed`` is called when the client no longer has it."""
         self.extents = list(extents)
         self._freed = freed
 
-    @property
-    def nbytes(self) -> int:
-        return sum(extent.nbytes for extent in self.extents)
-
     def keep(self) -> None:
-        self._freed(self)
+        self._freed()
 
     def undo(self) -> bool:
-        self._freed(self)
+        self._freed()
         return True
 
 

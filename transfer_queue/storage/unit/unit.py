@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from transfer_queue.calls import Call, Calls, Steps, Verb, Wait
@@ -26,11 +25,9 @@ from transfer_queue.storage.messages import (
     PAGE_NBYTES,
     Abort,
     AskHeld,
-    AskUnitStats,
     Columns,
     Commit,
     Delete,
-    Deleted,
     EndSession,
     EndWrite,
     Held,
@@ -103,7 +100,7 @@ class StorageUnit:
         self._file = file
         self._arenas = [each for each in (arena, file) if each is not None]
         self._blocks = BlockStore(self._allocate, file=file)
-        self._leased_nbytes = self._uncommitted_nbytes = self._num_pins = 0
+        self._leased_nbytes = self._uncommitted_nbytes = 0
         self._uncommitted: dict[UncommittedWrite, None] = {}
         self._evicted: dict[str, list[ByteArray]] = {}
         self._is_moving = False
@@ -120,7 +117,6 @@ class StorageUnit:
             EndWrite: self._end_write,
             EndSession: self._end_session,
             AskHeld: self._held,
-            AskUnitStats: self._stats,
         }
         self.share(Calls())
 
@@ -144,17 +140,15 @@ class StorageUnit:
         return min(trims, default=None)
 
     def trim(self, now: float) -> None:
-        """Return memory that was free for a while."""
-        self.tick(now)
+        """The time is ``now``. Return memory that was free for a while."""
         for arena in self._arenas:
-            if (trim := arena.next_trim()) is not None and trim <= now:
-                arena.trim(now)
+            arena.trim(now)
 
     # ---- clients that were evicted ----
 
     def evict(self, client: str) -> None:
         """The client may still copy into its leases or from its pins: their memory is not reused while it lives."""
-        held = [each for call in self.calls.of(client) for each in call.holdings if isinstance(each, Memory)]
+        held = [each for call, each in self.calls.holdings(Memory) if call.client == client]
         self._evicted.setdefault(client, []).extend(extent for each in held for extent in each.extents)
 
     def process_gone(self, client: str) -> None:
@@ -165,12 +159,11 @@ class StorageUnit:
 
     def holders(self) -> dict[str, tuple[int, int]]:
         """Per client, the number of its leases and of its pins."""
-        found = {}
-        for client in self.calls.clients():
-            held = [each for call in self.calls.of(client) for each in call.holdings if isinstance(each, Memory)]
-            if held:
-                leases = sum(isinstance(each, MemoryLease) for each in held)
-                found[client] = leases, len(held) - leases
+        found: dict[str, tuple[int, int]] = {}
+        for call, each in self.calls.holdings(Memory):
+            leases, pins = found.get(call.client, (0, 0))
+            is_lease = isinstance(each, MemoryLease)
+            found[call.client] = leases + is_lease, pins + (not is_lease)
         return found
 
     def waiting(self, now: float) -> list[dict[str, Any]]:
@@ -202,14 +195,11 @@ class StorageUnit:
             arena_nbytes=0 if arena is None else arena.used_nbytes,
             recyclable_nbytes=0 if arena is None else arena.recyclable_nbytes,
             leased_nbytes=self._leased_nbytes,
-            pins=self._num_pins,
+            pins=sum(1 for _ in self.calls.holdings(Pin)),
             uncommitted_nbytes=self._uncommitted_nbytes,
             spilled_nbytes=store.spilled_nbytes,
             spill_bytes=0 if self._file is None else self._file.nbytes,
         )
-
-    def _stats(self, call: Call, request: AskUnitStats) -> Reply:
-        return msgspec.structs.replace(self.stats(), id=request.id)
 
     def _allocate(self, nbytes: int) -> ByteArray:
         memory = None
@@ -274,13 +264,8 @@ class StorageUnit:
     def _rows(self, call: Call, located: Located, in_place: bool) -> Reply:
         answer, call.values, pinned = rows_answer(call.number, located, self._offset_of if in_place else None)
         if pinned:
-            self._num_pins += 1
-            self.calls.hold(call, Pin(pinned, self._unpinned))
+            self.calls.hold(call, Pin(pinned, self._freed))
         return answer
-
-    def _unpinned(self, pin: Memory) -> None:
-        self._num_pins -= 1
-        self._freed()
 
     def _release(self, call: Call, request: Release) -> None:
         for number in request.calls:
@@ -303,12 +288,12 @@ class StorageUnit:
         if extent is None:
             return LeasedMemory(call.number, -1)
         self._leased_nbytes += extent.nbytes
-        self.calls.hold(call, MemoryLease([extent], self._lease_over))
+        self.calls.hold(call, MemoryLease([extent], partial(self._lease_over, extent.nbytes)))
         self._squeeze()
         return LeasedMemory(call.number, self._arena.offset_of(extent))
 
-    def _lease_over(self, lease: Memory) -> None:
-        self._leased_nbytes -= lease.nbytes
+    def _lease_over(self, nbytes: int) -> None:
+        self._leased_nbytes -= nbytes
         self._freed()
 
     def _write(self, call: Call, request: Write) -> Reply | Wait:
@@ -439,11 +424,12 @@ class StorageUnit:
                 each.undo()
 
     def _delete(self, call: Call, request: Delete) -> Reply:
-        return Deleted(request.id, self.delete(unpack_indexes(request.indexes)))
+        self.delete(unpack_indexes(request.indexes))
+        return Done(request.id)
 
-    def delete(self, indexes: IntArray) -> int:
-        """Delete all fields of these samples, also those that aren't committed. Returns how many values there were."""
-        count = self._blocks.delete(indexes)
+    def delete(self, indexes: IntArray) -> None:
+        """Delete all fields of these samples, also those that aren't committed."""
+        self._blocks.delete(indexes)
         for uncommitted in [each for each in self._uncommitted if np.isin(each.write.indexes, indexes).any()]:
             rest = uncommitted.write.without(indexes)  # a commit would bring the others back
             self._uncommitted_nbytes += rest.nbytes - uncommitted.write.nbytes
@@ -453,7 +439,6 @@ class StorageUnit:
                 wait.answer = _cleared
                 self.calls.waits.examine(wait)
         self._freed()
-        return count
 
     def _held(self, call: Call, request: AskHeld) -> Reply:
         held = self._blocks.held(unpack_indexes(request.indexes))
