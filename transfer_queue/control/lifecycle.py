@@ -151,7 +151,7 @@ def _held_by(partition: Partition, unnamed: list[Reading]) -> dict[str, int]:
     counts = {}
     for task, consumer in partition.consumers.items():
         unread = _rows_left(partition, [batch.indexes for batch in unnamed if batch.task == task])
-        counts[task] = consumer.num_unconsumed + consumer.ledger.num_open_samples()
+        counts[task] = consumer.num_unconsumed + consumer.ledger.num_open_samples
         counts[task] += int(np.count_nonzero(consumer.consumed[unread]))
     return {task: count for task, count in counts.items() if count}
 

@@ -342,7 +342,7 @@ class Partition:
         """Put this number into all later tokens."""
         self._restored = number
         for task, consumer in self.consumers.items():
-            consumer.ledger.rename(f"{self._tokens(task)}.{number}")
+            consumer.ledger.name = f"{self._tokens(task)}.{number}"
 
     def _tokens(self, task: str) -> str:
         return f"{self.name}/{task}/{self.incarnation}"

@@ -257,7 +257,7 @@ def _partition_stats(state: PlaneState, partition: Partition, now: float) -> dic
             "consumed": partition.num_live - consumer.num_unconsumed,
             "done_total": consumer.num_done,
             "in_flight": len(consumer.ledger),
-            "in_flight_samples": consumer.ledger.num_open_samples(),
+            "in_flight_samples": consumer.ledger.num_open_samples,
             "settled": consumer.ledger.first_open(),
             "ended": None if end is None else end.reason,
             "dropped": 0 if end is None else end.dropped,

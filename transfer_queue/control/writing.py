@@ -249,7 +249,7 @@ def held_up_by(state: PlaneState) -> str:
     text = ", ".join(
         keepers(
             (partition.num_live, {
-                task: (consumer.num_unconsumed, consumer.ledger.num_open_samples())
+                task: (consumer.num_unconsumed, consumer.ledger.num_open_samples)
                 for task, consumer in partition.consumers.items()
             })
             for partition in state.partitions.values() if not is_internal(partition.name)
