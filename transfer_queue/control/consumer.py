@@ -186,8 +186,7 @@ class Consumer:
         back = ascending(rows[self.given[rows] == number])
         if not len(back):
             return
-        if self._table.copies:
-            self._table.copies.make()
+        self._table.copies.make()
         self.given[back] = 0
         self.num_undrawn += len(back)
         self._num_offered += int(np.count_nonzero(self.consumed[back]))
@@ -222,8 +221,7 @@ class Consumer:
         """Mark all samples as unconsumed. Batches in the ledger keep their samples, so equal requests get equal
         answers.
         """
-        if self._table.copies:
-            self._table.copies.make()
+        self._table.copies.make()
         kept = self.ledger.reset()
         given = self.given
         given[~np.isin(given, kept)] = 0
@@ -249,8 +247,7 @@ class Consumer:
 
     def end(self, where: str | None, reason: str, dropped: int) -> None:
         """The stream of fetches with this filter ended. Other filters go on."""
-        if self._table.copies:
-            self._table.copies.make()
+        self._table.copies.make()
         self._ended[where] = StreamEnd(reason, dropped)
         self.ledger.num_changes += 1
         if len(self._ended) > _MAX_FILTERS_ENDED:
@@ -275,8 +272,7 @@ class Consumer:
 
     def end_pass(self, readers: int | None, batch_index: int) -> None:
         """A pass that began earlier ends before this batch for all of its readers; the next pass may begin here."""
-        if self._table.copies:
-            self._table.copies.make()
+        self._table.copies.make()
         ends = self._ends.setdefault(readers, [])
         if batch_index not in ends:
             insort(ends, batch_index)
@@ -289,8 +285,7 @@ class Consumer:
 
     def record_over(self, batch_index: int, dp_rank: int, dp_size: int) -> None:
         """Record that a rank got the end of stream. Once all ranks did, samples that arrived since may be drawn."""
-        if self._table.copies:
-            self._table.copies.make()
+        self._table.copies.make()
         self._over_at = batch_index if self._over_at is None else min(batch_index, self._over_at)
         self._over_ranks.add(dp_rank)
         self.ledger.num_changes += 1

@@ -130,8 +130,7 @@ class Ledger:
 
     def missed(self, key: BatchKey) -> None:
         """The rank never received this batch, so its next fetch without batch_index gets it."""
-        if self._copies:
-            self._copies.make()
+        self._copies.make()
         own = self._ranks[key[0]]
         if key[1] < own.next:  # else it counts as drawn already, since a load
             own.missed.add(key[1])
@@ -227,8 +226,7 @@ class Ledger:
 
     def close(self, entry: Entry) -> None:
         """Delete the entry, which no client will request again."""
-        if self._copies:
-            self._copies.make()
+        self._copies.make()
         own, index = self._ranks[entry.key[0]], entry.key[1]
         del own.open[index], self._by_number[entry.number]
         own.missed.discard(index)

@@ -229,8 +229,7 @@ class Partition:
 
     def seal(self) -> None:
         """Allow no more samples. Active writes may still publish; unused pre-allocated rows are deleted."""
-        if self.table.copies:
-            self.table.copies.make()
+        self.table.copies.make()
         self.sealed = True
         if self.num_free:
             self._release((self.table.column("state") == RowState.FREE).nonzero()[0])
@@ -242,8 +241,7 @@ class Partition:
 
     def release_reserved(self, rows: Rows) -> Indexes:
         """Release reserved rows of a write that won't be published, but no live rows. Returns their indexes."""
-        if self.table.copies:
-            self.table.copies.make()
+        self.table.copies.make()
         state = self.table.column("state")
         held = ascending(rows[_RESERVED[state[rows]]])
         missing = int(np.count_nonzero(state[held] == RowState.RESERVED_FREE))
@@ -277,8 +275,7 @@ class Partition:
         return True
 
     def _withdraw(self, indexes: Indexes) -> None:
-        if self.table.copies:
-            self.table.copies.make()
+        self.table.copies.make()
         self.num_published -= len(indexes)
         self.num_withdrawn += len(indexes)
         self.clear(indexes)
@@ -316,8 +313,7 @@ class Partition:
         """Replace each sample's tags, or merge them; samples that aren't here are ignored."""
         if not tags:
             return
-        if self.table.copies:
-            self.table.copies.make()
+        self.table.copies.make()
         indexes = np.fromiter(tags, dtype=np.int64, count=len(tags))
         rows, found = self.table.find(indexes)
         self.tags.put(rows[found], [tags[index] for index in indexes[found].tolist()], merge)
@@ -330,8 +326,7 @@ class Partition:
     def consumer(self, task: str) -> Consumer:
         consumer = self.consumers.get(task)
         if consumer is None:
-            if self.table.copies:
-                self.table.copies.make()
+            self.table.copies.make()
             made = [str(number) for number in (self._restored, self._num_forgotten or None) if number is not None]
             tokens = ".".join([self._tokens(task), *made])  # no earlier consumer of the task used this prefix
             consumer = Consumer(task, tokens, self.table, self.schema, self.tags)
@@ -377,8 +372,7 @@ class Partition:
         """Delete everything about a task. Returns whether it has read here."""
         if task not in self.consumers:
             return False
-        if self.table.copies:
-            self.table.copies.make()
+        self.table.copies.make()
         consumer = self.consumers.pop(task)
         consumer.drop_columns()
         self._num_forgotten += 1
@@ -433,7 +427,7 @@ class Partition:
         """Delete samples. Returns the indexes that were here; unknown ones are ignored."""
         rows, found = self.table.find(indexes)
         rows = ascending(rows[found])
-        if len(rows) and self.table.copies:
+        if len(rows):
             self.table.copies.make()
         if self.groups is not None and len(rows):
             self.groups.removing(rows)

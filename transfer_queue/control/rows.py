@@ -66,7 +66,7 @@ def positions_in(values: Indexes, wanted: Indexes) -> tuple[Rows, npt.NDArray[np
 class PendingCopies(list[Callable[[], None]]):
     """Freezes that read a partition where it lies: each copies it before anything that is saved of it changes.
 
-    So whatever changes a partition calls ``make`` first, if there are any.
+    So whatever changes a partition calls ``make`` first. What each put or fetch does asks first whether there are any.
     """
 
     def make(self) -> None:
@@ -134,11 +134,6 @@ class RowTable:
             if column.dtype != np.object_:
                 copy._columns[name] = column[: self.size] if name in _FIXED else column[: self.size].copy()
         return copy
-
-    def reserve(self, count: int) -> None:
-        """Room for so many rows, which takes no memory before they are written."""
-        if count > self.capacity:
-            self._grow(count)
 
     def append(self, indexes: Indexes, state: int) -> Rows:
         """Add rows at the end. ``indexes`` must be larger than all existing ones; the allocator only counts up."""
