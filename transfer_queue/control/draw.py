@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from transfer_queue.control.consumer import Consumer, FieldNames
-from transfer_queue.control.group_record import Group
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet, ReadyView
 from transfer_queue.control.ready_groups import TaskGroups
@@ -154,8 +153,8 @@ class Share:
     padding: npt.NDArray[np.uint8] | None = None
 
 
-class SamplerView:
-    """What a sampler may read of a partition besides the ready samples."""
+class PartitionView:
+    """What a sampler may read of a partition besides the ready samples: its ``partition`` argument."""
 
     def __init__(self, partition: Partition, task: str) -> None:
         self._partition = partition
@@ -170,9 +169,9 @@ class SamplerView:
         return self._partition.is_final
 
     def group_queue(self, ready_indexes: ReadyView, sampler: GroupSampler) -> Any:
-        """The groups that the task may draw; empty where the partition has none."""
-        groups = self._partition.groups
-        return _NoGroups() if groups is None else TaskGroups(groups, ready_indexes.ready, sampler, self._task)
+        """The groups that the task may draw."""
+        assert self._partition.groups is not None, "nothing is drawn of a partition without groups"
+        return TaskGroups(self._partition.groups, ready_indexes.ready, sampler, self._task)
 
     @property
     def custom_meta(self) -> Mapping[int, Tags]:
@@ -200,7 +199,14 @@ class SamplerView:
         return list(zip(offsets, sizes, strict=True))
 
     def whole_groups(self, ready_indexes: Sequence[int], size: int, count: int | None = None) -> list[list[int]]:
-        """See ``PartitionView``. Raises KeyError as ``put_positions`` does."""
+        """The first ``count`` whole groups of ``size`` samples, oldest first; none if there are fewer. None: all.
+
+        A group is ``size`` samples of one put, from a multiple of ``size`` on. A missing sample then never shifts later
+        groups. A chain of smaller whole puts with consecutive indexes that adds up to ``size`` is a group, too.
+
+        Raises:
+            KeyError: the partition has no such sample.
+        """
         table = self._partition.table
         if isinstance(ready_indexes, ReadyView):
             return groups_in(ready_indexes.ready, table, size).first(count)
@@ -213,16 +219,6 @@ class SamplerView:
         if not all_of(found):
             raise KeyError(f"partition {self.partition_id!r} doesn't hold all of these samples")
         return rows
-
-
-class _NoGroups:
-    step = None
-
-    def __len__(self) -> int:
-        return 0
-
-    def __iter__(self) -> Iterator[Group]:
-        return iter(())
 
 
 @dataclass(slots=True)
@@ -253,6 +249,8 @@ class Draw:
     def _round(self) -> list[Share] | None:
         """The round in one step: a call per rank takes 40 us, which is too long for a thousand ranks in one turn."""
         sampler: Any = self.sampler
+        if isinstance(sampler, GroupSampler) and self.partition.groups is None:
+            return None
         column = self.partition.table.column("index")
         with foreign(sampler, self.consumer.task):  # it may call functions of its user
             if self.ready.count < sampler.samples_needed(self.batch_size, self.dp_size or 1):
@@ -290,9 +288,9 @@ class Draw:
         return taken
 
     @property
-    def _seen(self) -> SamplerView:
+    def _seen(self) -> PartitionView:
         """What the sampler may read besides the ready samples."""
-        return SamplerView(self.partition, self.consumer.task)
+        return PartitionView(self.partition, self.consumer.task)
 
     def needed(self) -> int:
         """The smallest number of ready samples that can make a round."""
@@ -383,6 +381,8 @@ class Draw:
         return [Share(part, own, own) for part, own in zip(parts, rows, strict=True) if len(part)]
 
     def _last_round(self, sampler: GroupSampler) -> list[Share]:
+        if self.partition.groups is None:
+            return []
         view = ReadyView(self.ready, self.partition.table.column("index"))
         with foreign(sampler, self.consumer.task):
             wanted = Round(view, self.batch_size, self.ranks, self.batch_index, self._seen)

@@ -7,11 +7,11 @@ import copy
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from numbers import Real
-from typing import Any, Protocol, TypeVar
+from pkgutil import resolve_name
+from typing import Any, TypeVar
 
 from transfer_queue.errors import SamplerError
 
@@ -22,27 +22,6 @@ CALLABLE_KEY = "$callable"
 """A function among a constructor's arguments, in ``spec()``: ``{"$callable": "module:name"}``."""
 
 _SamplerT = TypeVar("_SamplerT", bound="BaseSampler")
-
-
-class PartitionView(Protocol):
-    """What a sampler may read besides the ready indexes. Direct callers may pass less; see each sampler."""
-
-    partition_id: str
-    sealed: bool
-    keys_mapping: Mapping[str, int]
-
-    def get_custom_meta(self, indexes: list[int]) -> dict[int, dict[str, Any]]:
-        """Tags per index."""
-
-    def put_positions(self, indexes: list[int]) -> list[tuple[int, int]]:
-        """Per index: its offset within its put, and the number of samples of that put."""
-
-    def whole_groups(self, ready_indexes: Sequence[int], size: int, count: int | None = None) -> list[list[int]]:
-        """The first ``count`` whole groups of ``size`` samples, oldest first; none if there are fewer. None: all.
-
-        A group is ``size`` samples of one put, from a multiple of ``size`` on. A missing sample then never shifts later
-        groups. A chain of smaller whole puts with consecutive indexes that adds up to ``size`` is a group, too.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +35,7 @@ class Round:
     """None: a reader that names no rank."""
     batch_index: int | None
     partition: Any
-    """A PartitionView."""
+    """What may be read besides: a PartitionView of control/draw.py. Direct callers may pass less; see each sampler."""
 
 
 class BaseSampler(ABC):
@@ -246,13 +225,11 @@ def _import_path(function: Any) -> str | None:
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if not (isinstance(module, str) and isinstance(name, str)):
         return None
+    path = f"{module}:{name}"
     try:
-        found: Any = import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError):
+        return path if resolve_name(path) is function else None
+    except (ImportError, AttributeError, ValueError):  # a function within another one has no path
         return None
-    return f"{module}:{name}" if found is function else None
 
 
 Weight = str | Callable[[dict[str, Any]], float]
