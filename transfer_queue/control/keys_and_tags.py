@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from transfer_queue.calls import PIECE
 from transfer_queue.control.rows import Rows, RowTable
 from transfer_queue.protocol import Indexes, Tags
 
@@ -86,16 +87,14 @@ class KeyMap:
         named = [(gone.get(i) if (key := self.key_of(i)) is None else key, i) for i in indexes.tolist()]
         return [key for key, _ in named if key is not None], [i for key, i in named if key is not None]
 
-    def shrink(self, count: int) -> bool:
-        """Free up to ``count`` keys of a deleted partition, the last ones first. Returns whether there are more."""
-        for _ in range(min(count, self._size)):
-            number = next(reversed(self._blocks))
-            _, key = self._blocks[number].popitem()
-            del self._shards[hash(key) % _SHARDS][key]
-            if not self._blocks[number]:
-                del self._blocks[number]
-            self._size -= 1
-        return bool(self._size)
+    def freeing(self) -> Iterator[None]:
+        """Frees the keys of a deleted partition, a dict at a time."""
+        while self._blocks:
+            self._blocks.popitem()
+            yield
+        while self._shards:
+            self._shards.pop()
+            yield
 
     def page(self, after: str | None, limit: int) -> tuple[list[tuple[str, int]], bool]:
         """The first keys after this one with their indexes, and whether there are more.
@@ -146,7 +145,6 @@ class TagStore(Mapping[int, Tags]):
 
     def __init__(self, table: RowTable) -> None:
         self._table = table
-        self._num_freed = 0
         self._watches: list[dict[int, bytes | None]] = []
 
     def put(self, rows: Rows, tags: Sequence[Tags], merge: bool) -> None:
@@ -182,18 +180,13 @@ class TagStore(Mapping[int, Tags]):
             return np.zeros(len(rows), dtype=np.bool_)
         return self._table.column(_COLUMN)[rows].astype(np.bool_)
 
-    def has_any(self) -> bool:
-        """Whether any sample has had tags."""
-        return self._table.has_column(_COLUMN)
-
-    def shrink(self, count: int) -> bool:
-        """Free the tags of up to ``count`` rows, the last ones first. Returns whether there are more."""
-        if not self._table.has_column(_COLUMN):
-            return False
-        column = self._table.column(_COLUMN)
-        self._num_freed = min(len(column), self._num_freed + count)
-        column[len(column) - self._num_freed :][:count] = None
-        return self._num_freed < len(column)
+    def freeing(self) -> Iterator[None]:
+        """Frees the tags of a deleted partition, a piece at a time."""
+        if self._table.has_column(_COLUMN):
+            column = self._table.column(_COLUMN)
+            for start in range(0, len(column), PIECE):
+                column[start : start + PIECE] = None
+                yield
 
     def watch(self) -> dict[int, bytes | None]:
         """Start to keep tags as they were before a change, for ``save``."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -443,13 +443,10 @@ class Partition:
         indexes: Indexes = self.table.column("index")[self.table.column("state") != RowState.DEAD]
         return indexes
 
-    def has_objects(self) -> bool:
-        """Whether it has Python objects per sample: keys or tags."""
-        return bool(len(self.keys) or self.tags.has_any())
-
-    def shrink(self, count: int) -> bool:
-        """Free a slice of a deleted partition's keys and tags. Returns whether there are more."""
-        return any([self.keys.shrink(count), self.tags.shrink(count)])
+    def freeing(self) -> Iterator[None]:
+        """Frees the Python objects per sample of a deleted partition, its keys and tags, a piece at a time."""
+        yield from self.keys.freeing()
+        yield from self.tags.freeing()
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the records disagree; for tests."""

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -171,14 +170,14 @@ class PlaneState:
 
     def discard(self, partition: Partition) -> None:
         """Free a deleted partition. Many keys and tags are freed in pieces, so that no client waits for it."""
-        if partition.table.size > PIECE and partition.has_objects():
+        if partition.table.size > PIECE:
             self._discarded.append(partition)
             self.tidy()
 
     def tidy(self) -> None:
         """Begin to free what was discarded, unless snapshots may still read it."""
         while self._discarded and not self.snapshots:
-            self.calls.later(_shrinking(self._discarded.pop()))
+            self.calls.later(self._discarded.pop().freeing())
 
     # ---- samples ----
 
@@ -210,8 +209,3 @@ class PlaneState:
 def ended(wait: Wait, has_turn: bool) -> Reply:
     """The answer to what waits for something that is gone."""
     return Ended(wait.owner.number, "cleared")
-
-
-def _shrinking(partition: Partition) -> Iterator[None]:
-    while partition.shrink(PIECE):
-        yield
