@@ -12,7 +12,7 @@ import heapq
 import itertools
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Final
@@ -216,9 +216,9 @@ class Waits:
         wait.size = size
         self._active[wait.queue] = None
 
-    def decide(self, group: Name, answer: Decide) -> None:
-        """The waits of the queues whose names begin so get this answer."""
-        for wait in self.of(group):
+    def decide(self, waits: Iterable[Wait], answer: Decide) -> None:
+        """They get this answer."""
+        for wait in waits:
             wait.answer = answer
             self.examine(wait)
 

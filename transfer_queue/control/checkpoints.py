@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,6 @@ from transfer_queue.control.saved import decode, saved_indexes
 from transfer_queue.control.snapshot import Snapshot
 from transfer_queue.control.state import SAVING, WRITERS, PlaneState
 from transfer_queue.errors import CheckpointError, StorageFullError
-
-T = TypeVar("T")
 
 
 class Freezing(Holding):
@@ -78,19 +76,15 @@ class Staged(Holding):
 
 def freeze(state: PlaneState, call: Call, request: p.Freeze) -> p.Reply | Wait:
     """Freeze the state, once no writer is replacing values. A write that takes too long is assumed to have failed."""
-    if not state.freezes.must_wait:
-        return _take(state, call, request)
 
-    def answer(wait: Wait, has_turn: bool) -> p.Reply | None:
-        return _take(state, call, request) if wait.late or not state.freezes.must_wait else None
+    def answer(wait: Wait | None, has_turn: bool) -> p.Reply | None:
+        if state.freezes.must_wait and not (wait and wait.late):
+            return None
+        frozen = Freezing(state, Snapshot(state, state.calls.now, request.task))
+        state.calls.hold(call, frozen)
+        return frozen.read(request.id, 0)
 
-    return Wait(SAVING, state.calls.now + request.wait_s, answer)
-
-
-def _take(state: PlaneState, call: Call, request: p.Freeze) -> p.Reply:
-    frozen = Freezing(state, Snapshot(state, state.calls.now, request.task))
-    state.calls.hold(call, frozen)
-    return frozen.read(request.id, 0)
+    return answer(None, True) or Wait(SAVING, state.calls.now + request.wait_s, answer)
 
 
 def read_frozen(state: PlaneState, call: Call, request: p.ReadFrozen) -> p.Reply:
@@ -195,7 +189,8 @@ def restore_part(state: PlaneState, call: Call, request: p.RestorePart) -> p.Rep
         state.calls.hold(call, Restoring(state, call.client, request.shift))
     restoring = _restoring(state, call.client, request.first_call)
     if request.part == restoring.num_parts:
-        _build(state, call.client, request.first_call, lambda: restoring.add(request.state))
+        with _all_or_nothing(state, call.client, request.first_call):
+            restoring.add(request.state)
     elif request.part != restoring.num_parts - 1:  # else it is asked for again
         raise CheckpointError(f"part {request.part} of a restore comes after {restoring.num_parts}. Load again.")
     return p.Done(request.id)
@@ -205,7 +200,9 @@ def restore(state: PlaneState, call: Call, request: p.Restore) -> p.Reply:
     """Replace the state with the saved one, or change nothing. Waiting requests are examined again."""
     client, first = call.client, request.first_call
     restoring = _restoring(state, client, first) if first else Restoring(state, client, request.shift)
-    old = _build(state, client, first, lambda: _finished(restoring, request.state))
+    with _all_or_nothing(state, client, first):
+        restoring.add(request.state)
+        old = restoring.finish()
     state.calls.take(client, first, Restoring)
     state.everything_changed()
     state.waits.wake(WRITERS)
@@ -219,15 +216,11 @@ def _restoring(state: PlaneState, client: str, number: int) -> Restoring:
     return held[0]
 
 
-def _finished(restoring: Restoring, data: bytes) -> p.Indexes:
-    restoring.add(data)
-    return restoring.finish()
-
-
-def _build(state: PlaneState, client: str, first_call: int, act: Callable[[], T]) -> T:
-    """Build one part of a restore. An error ends the restore."""
+@contextmanager
+def _all_or_nothing(state: PlaneState, client: str, first_call: int) -> Iterator[None]:
+    """An error ends the restore."""
     try:
-        return act()
+        yield
     except BaseException:
         for restoring in state.calls.take(client, first_call, Restoring):
             restoring.undo()

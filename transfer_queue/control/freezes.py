@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -11,15 +12,12 @@ import numpy.typing as npt
 from transfer_queue.protocol import Indexes
 
 
+@dataclass(slots=True, eq=False)
 class FrozenSamples:
     """All samples with an index below ``before``. ``kept``: those of them that were cleared since."""
 
-    def __init__(self, before: int) -> None:
-        self._before = before
-        self.kept: list[Indexes] = []
-
-    def holds(self, indexes: Indexes) -> npt.NDArray[np.bool_]:
-        return indexes < self._before
+    before: int
+    kept: list[Indexes] = field(default_factory=list)
 
 
 class Freezes:
@@ -50,7 +48,7 @@ class Freezes:
     def keep(self, cleared: Indexes) -> Indexes:
         """Return the cleared samples that may lose their values now; ``end`` returns the others."""
         for freeze in self._freezes:
-            held = freeze.holds(cleared)
+            held = cleared < freeze.before
             if held.any():
                 freeze.kept.append(cleared[held])
                 cleared = cleared[~held]
@@ -58,10 +56,7 @@ class Freezes:
 
     def holds(self, indexes: Indexes) -> npt.NDArray[np.bool_]:
         """Which of the indexes must keep their values."""
-        held = np.zeros(len(indexes), dtype=np.bool_)
-        for freeze in self._freezes:
-            held |= freeze.holds(indexes)
-        return held
+        return indexes < max((freeze.before for freeze in self._freezes), default=0)
 
     def __bool__(self) -> bool:
         return bool(self._freezes)

@@ -234,9 +234,7 @@ def forget_task(state: PlaneState, call: Call, request: p.ForgetTask) -> p.Reply
         _clear_again(state, partition)
     state.tasks.remove(request.task)
     state.dropped.forget(request.task)
-    for wait in state.fetches_of(request.task):
-        wait.answer = ended
-        state.waits.examine(wait)
+    state.waits.decide(state.fetches_of(request.task), ended)
     return p.Done(request.id, len(known))
 
 

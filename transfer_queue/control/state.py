@@ -138,7 +138,7 @@ class PlaneState:
     def cut_off(self, partition: str) -> None:
         """The partition was cleared: to those that wait for something of it, that is the end of the stream."""
         for group in ((FETCHES, partition), (KEYS, partition)):
-            self.waits.decide(group, ended)
+            self.waits.decide(self.waits.of(group), ended)
         self.refuses(partition)
 
     # ---- partitions ----
