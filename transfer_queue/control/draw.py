@@ -34,7 +34,7 @@ TAIL_POLICIES = ("drop", "pad", "uneven_ok")
 # ---- tasks ----
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Task:
     """Settings of one task; None: not set."""
 
@@ -87,9 +87,8 @@ class Tasks:
         return self._tasks.get(name) or Task(name, self.default)
 
     def known(self, name: str) -> Task | None:
-        """A copy of a registered task's settings."""
-        task = self._tasks.get(name)
-        return None if task is None else replace(task)
+        """A registered task's settings."""
+        return self._tasks.get(name)
 
     def register(self, request: RegisterTask) -> None:
         """Raises before anything changes. An equal sampler spec keeps the sampler and its state."""
@@ -99,18 +98,15 @@ class Tasks:
             raise InvalidRequestError(f"tail must be one of {', '.join(TAIL_POLICIES)}, got {request.tail!r}.")
         if request.follows is not None and request.task in (request.follows, self.get(request.follows).follows):
             raise InvalidRequestError(f"task {request.task!r} can't follow {request.follows!r}: that is a circle.")
-        task, sampler = self.get(request.task), None
+        task = self.get(request.task)
         if request.sampler is not None and request.sampler != task.spec:
             with foreign(f"the sampler of task {request.task!r}"):
-                sampler = resolve(request.sampler, self._allowed_modules)
-        own = sampler or task.sampler
-        if isinstance(own, GroupSampler):
-            own.check_tail(request.tail or task.tail)
-        if sampler is not None:
-            task.sampler, task.spec = sampler, request.sampler
-        task.dp_size = request.dp_size if request.dp_size is not None else task.dp_size
-        task.tail, task.follows = request.tail or task.tail, request.follows or task.follows
-        self._tasks[request.task] = task
+                task = replace(task, sampler=resolve(request.sampler, self._allowed_modules), spec=request.sampler)
+        tail = request.tail or task.tail
+        if isinstance(task.sampler, GroupSampler):
+            task.sampler.check_tail(tail)
+        dp_size, follows = request.dp_size or task.dp_size, request.follows or task.follows
+        self._tasks[request.task] = replace(task, dp_size=dp_size, tail=tail, follows=follows)
 
     def add(self, task: Task) -> None:
         """Add a task, replacing one of the same name."""
@@ -238,9 +234,10 @@ class Draw:
 
     def shares(self) -> list[Share] | None:
         """A share per rank; None if there are not enough samples for all ranks yet. It marks nothing."""
-        if self.sampler_args or not _draws_rounds(type(self.sampler)) or self._remembers():
-            return self._by_rank()
-        return self._round()
+        with foreign(self.sampler, self.consumer.task):  # it may call functions of its user
+            if self.sampler_args or not _draws_rounds(type(self.sampler)) or self._remembers():
+                return self._by_rank()
+            return self._round()
 
     def _remembers(self) -> bool:
         """Whether the sampler has some memory of this task."""
@@ -252,12 +249,11 @@ class Draw:
         if isinstance(sampler, GroupSampler) and self.partition.groups is None:
             return None
         column = self.partition.table.column("index")
-        with foreign(sampler, self.consumer.task):  # it may call functions of its user
-            if self.ready.count < sampler.samples_needed(self.batch_size, self.dp_size or 1):
-                return None
-            view = ReadyView(self.ready, column)
-            wanted = Round(view, self.batch_size, self.ranks, self.batch_index, self._seen)
-            batches: list[list[int]] = sampler.round(wanted)
+        if self.ready.count < sampler.samples_needed(self.batch_size, self.dp_size or 1):
+            return None
+        view = ReadyView(self.ready, column)
+        wanted = Round(view, self.batch_size, self.ranks, self.batch_index, self._seen)
+        batches: list[list[int]] = sampler.round(wanted)
         if not batches:
             return None
         indexes = np.fromiter(chain.from_iterable(batches), dtype=np.int64)
@@ -269,7 +265,7 @@ class Draw:
     def _by_rank(self) -> list[Share] | None:
         """Ask the sampler for one rank after the other."""
         ready = self.ready
-        if ready.count < self.needed() and not self._is_cached():
+        if ready.count < self.sampler.samples_needed(self.batch_size, self.dp_size or 1) and not self._is_cached():
             return None
         taken: list[Share] = []
         try:
@@ -283,8 +279,8 @@ class Draw:
         finally:
             if len(self.ranks) > 1:
                 ready.unhide()
-            with foreign(self.sampler, self.consumer.task):  # the ledger will know this round, or it is no round
-                self.sampler.forget(self.partition.name, self.consumer.task, self.batch_index)
+            # The ledger will know this round, or it is no round.
+            self.sampler.forget(self.partition.name, self.consumer.task, self.batch_index)
         return taken
 
     @property
@@ -292,20 +288,14 @@ class Draw:
         """What the sampler may read besides the ready samples."""
         return PartitionView(self.partition, self.consumer.task)
 
-    def needed(self) -> int:
-        """The smallest number of ready samples that can make a round."""
-        with foreign(self.sampler, self.consumer.task):
-            return self.sampler.samples_needed(self.batch_size, self.dp_size or 1)
-
     def _is_cached(self) -> bool:
-        with foreign(self.sampler, self.consumer.task):
-            asked = getattr(self.sampler.has_cached_result, "__func__", None)
-            if asked is BaseSampler.has_cached_result and not self._remembers():
-                return False  # a thousand ranks needn't be asked about
-            return any(
-                self.sampler.has_cached_result(self.partition.name, self.consumer.task, self._arguments(rank))
-                for rank in self.ranks
-            )
+        asked = getattr(self.sampler.has_cached_result, "__func__", None)
+        if asked is BaseSampler.has_cached_result and not self._remembers():
+            return False  # a thousand ranks needn't be asked about
+        return any(
+            self.sampler.has_cached_result(self.partition.name, self.consumer.task, self._arguments(rank))
+            for rank in self.ranks
+        )
 
     def _arguments(self, rank: int | None) -> dict[str, Any]:
         arguments = dict(self.sampler_args)
@@ -322,9 +312,8 @@ class Draw:
         if not own:  # users' samplers were promised a list, which they may change
             ready.listed = ready.listed or list(offered)
             offered = ready.listed.copy()
-        with foreign(self.sampler, self.consumer.task):
-            picked, consumed = self.sampler(offered, self.batch_size, **_accepted(self.sampler, arguments))
-            same = type(picked) is list and type(consumed) is list and picked == consumed
+        picked, consumed = self.sampler(offered, self.batch_size, **_accepted(self.sampler, arguments))
+        same = type(picked) is list and type(consumed) is list and picked == consumed
         indexes = self._as_indexes(picked)
         if not len(indexes):
             return None
@@ -332,8 +321,7 @@ class Draw:
         return Share(indexes, rows, rows if own and same else self._live_rows(self._as_indexes(consumed)))
 
     def _as_indexes(self, given: Any) -> Indexes:
-        with foreign(self.sampler, self.consumer.task):
-            array: npt.NDArray[Any] = np.asarray(given)
+        array: npt.NDArray[Any] = np.asarray(given)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise SamplerError(
                 f"{type(self.sampler).__name__} returned {reprlib.repr(given)}; expected (sampled, consumed), two "
@@ -365,12 +353,12 @@ class Draw:
         """Distribute what is left by the tail policy; there may be fewer shares than ranks, or none."""
         if policy == "drop":
             return []
-        if isinstance(self.sampler, GroupSampler):
-            return self._last_round(self.sampler)
-        view = ReadyView(self.ready, self.partition.table.column("index"))
         with foreign(self.sampler, self.consumer.task):
-            left = self.sampler.tail(view, self.batch_size, partition=self._seen)
-        indexes = self._as_indexes(left)
+            return self._last_round() if isinstance(self.sampler, GroupSampler) else self._tail(policy)
+
+    def _tail(self, policy: str) -> list[Share]:
+        view = ReadyView(self.ready, self.partition.table.column("index"))
+        indexes = self._as_indexes(self.sampler.tail(view, self.batch_size, partition=self._seen))
         if not len(indexes):
             return []
         self._complete_rows(indexes)
@@ -380,13 +368,12 @@ class Draw:
         rows = [self.partition.rows_of(part) for part in parts]
         return [Share(part, own, own) for part, own in zip(parts, rows, strict=True) if len(part)]
 
-    def _last_round(self, sampler: GroupSampler) -> list[Share]:
+    def _last_round(self) -> list[Share]:
+        sampler: Any = self.sampler
         if self.partition.groups is None:
             return []
         view = ReadyView(self.ready, self.partition.table.column("index"))
-        with foreign(sampler, self.consumer.task):
-            wanted = Round(view, self.batch_size, self.ranks, self.batch_index, self._seen)
-            batches = sampler.last_round(wanted)
+        batches = sampler.last_round(Round(view, self.batch_size, self.ranks, self.batch_index, self._seen))
         indexes = [np.array(batch, dtype=np.int64) for batch in batches]
         return [Share(own, rows := self.partition.rows_of(own), rows) for own in indexes]
 

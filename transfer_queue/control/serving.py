@@ -436,7 +436,7 @@ class ServedFetch:
         lacking = self.consumer.num_undrawn - ready - unmatched
         coming = self.partition.num_reserved + lacking
         policy = self._task.tail_policy(self._dp_size)
-        if coming and (policy != "drop" or ready + coming >= draw.needed()):
+        if coming and (policy != "drop" or ready + coming >= self._task.needed(self._fetch)):
             return None
         shares = draw.tail_shares(policy)
         left = ready + coming - sum(len(share.consumed) for share in shares)
