@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -253,15 +252,11 @@ class ServedFetch:
 
     def _missed_by_tail(self, batch_index: int | None) -> bool:
         """Whether this round was a tail that did not reach this rank."""
-        ranks: Iterable[int] = range(self._dp_size or 1)
-        if batch_index is None or self._dp_size in (None, 1) or self._task.tail_policy(self._dp_size) != "uneven_ok":
+        dp_size, ledger = self._dp_size or 1, self.consumer.ledger
+        if batch_index is None or dp_size == 1 or self._task.tail_policy(dp_size) != "uneven_ok":
             return False
-        ledger = self.consumer.ledger
-        ranks = ledger.holding(ranks, batch_index)
-        if any(ledger.is_closed((rank, batch_index)) for rank in ranks):
-            return True
-        entries = (ledger.get((rank, batch_index)) for rank in ranks)
-        return any(entry is not None and entry.dp_size == self._dp_size for entry in entries)
+        entries = (ledger.get((rank, batch_index)) for rank in ledger.holding(range(dp_size), batch_index))
+        return any(entry is None or entry.dp_size == dp_size for entry in entries)  # None: it is settled
 
     def _skipped(self, key: BatchKey) -> range:
         """Earlier batches that were not drawn yet. They must go first, because this batch could take their samples."""
@@ -374,16 +369,19 @@ class ServedFetch:
 
     def _from_ledger(self, entry: Entry) -> Batch | None:
         """None while its samples lack fields, because the fetch that drew it asked for others."""
-        if self._fetch.skip:
-            return self._rest(entry, self._fetch.skip)
-        left = self._left_of(entry.indexes)
-        if not self._has_fields(left.rows):
+        skip = self._fetch.skip  # rows that may be cleared
+        left = self._left_of(entry.indexes[skip:] if skip else entry.indexes)
+        if not all_of(self.partition.schema.complete(left.rows, self._fetch.fields)):
+            self.consumer.ledger.lacks_fields()
             return None
-        consumed = left.rows if entry.consumes is entry.indexes else self._left_of(entry.consumes).rows
+        if skip:
+            consumed = left.rows[np.isin(left.indexes, entry.consumes)]
+        else:
+            consumed = left.rows if entry.consumes is entry.indexes else self._left_of(entry.consumes).rows
         if not all_of(self.consumer.consumed[consumed]):  # a replay after a reset of consumption
             self.consumer.give(consumed, entry.number)
             self.has_given = True
-        return self._entry_batch(entry, left)
+        return self._entry_batch(entry, left, skip)
 
     def _left_of(self, indexes: Indexes) -> _Left:
         """All of these samples. Where groups leave by themselves, those that have not: others still need them.
@@ -395,28 +393,11 @@ class ServedFetch:
         rows, found = self.partition.table.find(indexes)
         return _Left(indexes, rows) if all_of(found) else _Left(indexes[found], rows[found], found)
 
-    def _has_fields(self, rows: Rows) -> bool:
-        complete = all_of(self.partition.schema.complete(rows, self._fetch.fields))
-        if not complete:
-            self.consumer.ledger.lacks_fields()
-        return complete
-
-    def _rest(self, entry: Entry, skip: int) -> Batch | None:
-        """The remaining rows of a batch; the skipped ones may be cleared."""
-        left = self._left_of(entry.indexes[skip:])
-        if not self._has_fields(left.rows):
-            return None
-        self.consumer.give(left.rows[np.isin(left.indexes, entry.consumes)], entry.number)
-        self.has_given = True
+    def _entry_batch(self, entry: Entry, left: _Left, skip: int = 0) -> Batch:
         self.consumer.ledger.took(entry.key)
         padding = None if entry.padding is None else left.of(entry.padding[skip:])
-        return self._batch(left.indexes, left.rows, entry.token, entry.key[1], padding)
-
-    def _entry_batch(self, entry: Entry, left: _Left) -> Batch:
-        self.consumer.ledger.took(entry.key)
-        padding = None if entry.padding is None else left.of(entry.padding)
         batch = self._batch(left.indexes, left.rows, entry.token, entry.key[1], padding)
-        if self._dp_size in (None, 1) or self._groups is None:
+        if self._dp_size in (None, 1) or self._groups is None or skip:
             return batch
         most = self.consumer.ledger.most_rows(entry.key[1], self._dp_size)
         return msgspec.structs.replace(batch, most_rows=most)
@@ -427,7 +408,7 @@ class ServedFetch:
         Samples that have all fields and don't match the filter count as not coming, although their tags may change.
         """
         if self._groups is not None:
-            return self._end_of_groups(draw)
+            return self._tail(draw, 0) if self._has_last_groups(draw, self._groups) else None
         ready, unmatched = draw.ready.count, self._num_unmatched(draw.ready)
         if self._fetch.finite and self.partition.is_exhausted(self.consumer, unmatched):
             return self._over(draw.batch_index)
@@ -438,39 +419,31 @@ class ServedFetch:
         policy = self._task.tail_policy(self._dp_size)
         if coming and (policy != "drop" or ready + coming >= self._task.needed(self._fetch)):
             return None
-        shares = draw.tail_shares(policy)
-        left = ready + coming - sum(len(share.consumed) for share in shares)
+        return self._tail(draw, coming)
+
+    def _tail(self, draw: Draw, coming: int) -> Batch | Ended:
+        """What is left of a stream in which no whole round will be. ``coming``: samples that will not be drawn."""
+        shares = draw.tail_shares(self._task.tail_policy(self._dp_size))
+        left = draw.ready.count + coming - sum(len(share.consumed) for share in shares)
         if self.partition.sealed and not (shares and left):
             self.consumer.end(self._fetch.where, "sealed", left)
         if shares:
             return self._hand_out(draw, shares)
         return Ended(self._fetch.id, "sealed", left) if self.partition.sealed else self._over(draw.batch_index, left)
 
-    def _end_of_groups(self, draw: Draw) -> Batch | Ended | None:
-        """What is ready of a partition where no more groups will be is the tail."""
-        groups = self._groups
-        assert groups is not None
-        sampler = self._task.sampler
-        assert isinstance(sampler, GroupSampler)
+    def _has_last_groups(self, draw: Draw, groups: Groups) -> bool:
+        """Whether no more groups will be, and all that are left are ready."""
+        sampler: Any = self._task.sampler
         queue = TaskGroups(groups, draw.ready, sampler, self._fetch.task)
-        if not self.partition.is_final or any(group not in queue for group in queue.unfinished()):
-            return None
-        shares = draw.tail_shares(self._task.tail_policy(self._dp_size))
-        left = draw.ready.count - sum(len(share.consumed) for share in shares)
-        if not (shares and left):
-            self.consumer.end(self._fetch.where, "sealed", left)
-        return self._hand_out(draw, shares) if shares else Ended(self._fetch.id, "sealed", left)
+        return self.partition.is_final and all(group in queue for group in queue.unfinished())
 
     def _is_complete(self, now: float) -> bool:
-        if self.partition.sealed:
-            return self.partition.is_final
-        if self.partition.num_samples is not None:
+        partition = self.partition
+        if partition.sealed:
+            return partition.is_final
+        if not self._fetch.finite or partition.num_samples is not None or partition.num_reserved:
             return False
-        if not self._fetch.finite or not self.partition.num_live or self.partition.num_reserved:
-            return False
-        if self.partition.all_inserted():
-            return True
-        return now >= self._quiet_at()
+        return partition.num_live > 0 and (partition.all_inserted() or now >= self._quiet_at())
 
     def _quiet_at(self) -> float:
         last = self.partition.last_published
