@@ -144,20 +144,18 @@ class Insertion(Holding):
 
 def write(state: PlaneState, call: Call, request: Writer) -> p.Reply | Wait:
     """Serve a writer at once if no other waits or it needs no room; otherwise it waits."""
-    check(state, request)
-    count = count_of(state, request)
+    count = check(state, request)
     if not count or not state.waits.count or not state.waits.has(WRITERS):
         reply = _admit(state, call, request, count)
         if reply is not None:
             return reply
 
     def answer(wait: Wait, has_turn: bool) -> p.Reply | None:
-        check(state, request)
-        count = count_of(state, request)
+        count = check(state, request)
         reply = _admit(state, call, request, count) if has_turn or not count else None
         if reply is None:
             state.waits.resize(wait, count)  # its keys may have been created or cleared
-        return reply or (_full(state, request, state.calls.now - wait.since) if wait.late else None)
+        return reply or (_full(state, request, count, state.calls.now - wait.since) if wait.late else None)
 
     keys: list[Hashable] = [(WRITERS, request.partition)]
     if isinstance(request, p.ResolveKeys):
@@ -165,15 +163,13 @@ def write(state: PlaneState, call: Call, request: Writer) -> p.Reply | Wait:
     return Wait(WRITERS, call.since + request.wait_s, answer, size=count, keys=tuple(keys))
 
 
-def count_of(state: PlaneState, request: Writer) -> int:
-    """The number of samples that the request would add."""
-    return len(_new_keys(state, request)) if isinstance(request, p.ResolveKeys) else request.count
+def check(state: PlaneState, request: Writer) -> int:
+    """The number of samples that the request would add.
 
-
-def check(state: PlaneState, request: Writer) -> None:
-    """Raises for errors that waiting can't resolve, before anything is reserved."""
-    count = count_of(state, request)
-    if not isinstance(request, p.ResolveKeys) and count < 1:
+    Raises for errors that waiting can't resolve, before anything is reserved.
+    """
+    count = len(_new_keys(state, request)) if isinstance(request, p.ResolveKeys) else request.count
+    if count < 1 and not isinstance(request, p.ResolveKeys):
         raise InvalidRequestError(f"a put needs at least one sample, got {count}.")
     if count > _MOST_AT_ONCE:
         raise InvalidRequestError(f"a put takes at most {_MOST_AT_ONCE} samples at once, got {count}. Put fewer.")
@@ -183,29 +179,30 @@ def check(state: PlaneState, request: Writer) -> None:
             f"Storage capacity exceeded: {count} samples were put at once, the queue holds {capacity} at most "
             f"(total_storage_size). Put fewer at a time, or raise it."
         )
-    if isinstance(request, p.ResolveKeys) and request.role is not None:
-        check_terms(request.role)
-        state.leases.check_budgets(request.role.tasks)
-        if len(set(request.keys)) < len(request.keys):
-            raise GroupStateError("two of these groups have the same key. Give each its own, or no keys.")
     partition = state.partitions.get(request.partition)
+    if isinstance(request, p.ResolveKeys) and request.role is not None:
+        _check_groups(state, request, request.role, partition)
     if partition is None:
-        return
+        return count
     if count and not (isinstance(request, p.Reserve) and request.role is not None):
         partition.check_open(count)
-    if isinstance(request, p.ResolveKeys) and request.role is not None:
-        _check_new(partition, request.keys)
     if not isinstance(request, p.Insert):
-        num_rows = len(request.keys) if isinstance(request, p.ResolveKeys) else request.count
+        num_rows = len(request.keys) if isinstance(request, p.ResolveKeys) else count
         partition.schema.check(request.fields, request.partition, num_rows)
+    return count
 
 
-def _check_new(partition: Partition, keys: Sequence[str]) -> None:
-    known = [key for key, index in zip(keys, partition.keys.indexes_of(keys), strict=True) if index is not None]
+def _check_groups(state: PlaneState, request: p.ResolveKeys, terms: p.Terms, partition: Partition | None) -> None:
+    """Raises for new groups that can't be made."""
+    check_terms(terms)
+    state.leases.check_budgets(terms.tasks)
+    if len(set(request.keys)) < len(request.keys):
+        raise GroupStateError("two of these groups have the same key. Give each its own, or no keys.")
+    known = [] if partition is None else [key for key in request.keys if partition.keys.index_of(key) is not None]
     if known:
         raise GroupStateError(
-            f"{len(known)} of {len(keys)} keys exist in partition {partition.name!r} already, first {known[0]!r}; no "
-            f"group was added. Give new keys, or none."
+            f"{len(known)} of {len(request.keys)} keys exist in partition {request.partition!r} already, first "
+            f"{known[0]!r}; no group was added. Give new keys, or none."
         )
 
 
@@ -234,10 +231,10 @@ def _admit(state: PlaneState, call: Call, request: Writer, count: int) -> p.Repl
     return describe(request.id, partition, indexes, request.fields, rows)
 
 
-def _full(state: PlaneState, request: Writer, waited_s: float) -> p.Failed:
+def _full(state: PlaneState, request: Writer, count: int, waited_s: float) -> p.Failed:
     """The reply to a writer that waited too long."""
     text = (
-        f"Storage capacity exceeded: {count_of(state, request)} samples for partition {request.partition!r} waited "
+        f"Storage capacity exceeded: {count} samples for partition {request.partition!r} waited "
         f"{waited_s:.1f} s for room, {state.room()} of {state.config.capacity} are free (total_storage_size). "
         f"{held_up_by(state)}Clear consumed samples or partitions, raise it, or raise put_timeout_s."
     )
