@@ -176,9 +176,7 @@ class Partition:
 
     def lose_unit(self, unit: int) -> bool:
         """The values in this storage unit are gone. Returns whether samples have lost some."""
-        state = self.table.column("state")
-        lost = {name: rows[PUBLISHED[state[rows]]] for name, rows in self.schema.lose_unit(unit).items()}
-        self.schema.count_lost(lost)
+        lost = self.schema.lose_unit(unit)
         for consumer in self.consumers.values():
             consumer.lost(lost)
         for name, rows in lost.items():

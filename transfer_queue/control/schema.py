@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from transfer_queue.control.rows import Rows, RowState, RowTable, all_of, ascending
+from transfer_queue.control.rows import PUBLISHED, Rows, RowState, RowTable, all_of, ascending
 from transfer_queue.control.saved import SavedField
 from transfer_queue.errors import InvalidRequestError, SchemaConflictError
 from transfer_queue.protocol import DeclaredField, FieldSpec, UnitRuns, by_row, runs_of
@@ -117,22 +117,18 @@ class Schema:
         return [name for name in self.written() if all_of(self.has(name)[rows])]
 
     def lose_unit(self, unit: int) -> dict[str, Rows]:
-        """The values in this storage unit are gone. Returns, by field, the rows that don't have it any more."""
+        """The values in this storage unit are gone. Returns, by field, the samples that don't have it any more."""
         lost = {}
         for name in self.written():
             if self._table.has_column(_unit(name)):
                 has, units = self._table.column(_has(name)), self._table.column(_unit(name))
-                rows = (has & (units == unit)).nonzero()[0]
+                rows = (has & (units == unit) & PUBLISHED[self._table.column("state")]).nonzero()[0]
                 if len(rows):
                     self._table.copies.make()
                     has[rows], units[rows] = False, 0
+                    self.counts[name] -= len(rows)
                     lost[name] = rows
         return lost
-
-    def count_lost(self, lost: Mapping[str, Rows]) -> None:
-        """By field, the samples that ``lose_unit`` took it from."""
-        for name, rows in lost.items():
-            self.counts[name] -= len(rows)
 
     def count_deleted(self, rows: Rows) -> None:
         """These rows, each once, are about to be deleted."""
@@ -355,14 +351,10 @@ def _fits(spec: FieldSpec, declared: DeclaredField, num_rows: int | None) -> boo
 
 def _check_rows(spec: FieldSpec, count: int, name: str) -> None:
     """Raises InvalidRequestError if shapes or places are those of another number of rows."""
-    if not spec.is_non_tensor:
-        _check_shapes(spec, count, name)
     if spec.units is not None and sum(own for _, own in spec.units) != count:
         raise InvalidRequestError(f"field {name!r} says of other than {count} rows where their values lie.")
-
-
-def _check_shapes(spec: FieldSpec, count: int, name: str) -> None:
-    """Raises InvalidRequestError for shapes that don't fit this number of rows."""
+    if spec.is_non_tensor:
+        return
     if spec.row_shapes is not None:
         if len(spec.row_shapes) % (4 * count) if count else spec.row_shapes:
             raise InvalidRequestError(
