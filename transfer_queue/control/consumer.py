@@ -57,10 +57,9 @@ class Consumer:
         self._table = table
         self._schema = schema
         self._tags = tags
-        self._given = f"given:{task}"
-        self._consumed = f"consumed:{task}"
-        table.add_column(self._given, np.int32)
-        table.add_column(self._consumed, np.bool_)
+        self.columns = f"given:{task}", f"consumed:{task}"
+        table.add_column(self.columns[0], np.int32)
+        table.add_column(self.columns[1], np.bool_)
         self.num_undrawn = self._num_offered = len(self._live())
         self.num_done = 0
         self.asked_at: float | None = None
@@ -73,20 +72,15 @@ class Consumer:
 
     @property
     def given(self) -> npt.NDArray[np.int32]:
-        return self._table.column(self._given)
+        return self._table.column(self.columns[0])
 
     @property
     def consumed(self) -> npt.NDArray[np.bool_]:
-        return self._table.column(self._consumed)
+        return self._table.column(self.columns[1])
 
     @property
     def num_unconsumed(self) -> int:
         return self._num_offered - self.num_done
-
-    @property
-    def columns(self) -> tuple[str, str]:
-        """Names of both in the table."""
-        return self._given, self._consumed
 
     def take_decided(self) -> bool:
         """Whether something has happened since the last call that may decide a fetch which must not draw."""
@@ -236,8 +230,8 @@ class Consumer:
 
     def drop_columns(self) -> None:
         """Delete the task's columns from the table."""
-        self._table.drop_column(self._given)
-        self._table.drop_column(self._consumed)
+        for name in self.columns:
+            self._table.drop_column(name)
 
     def rebuild(self) -> None:
         """Row numbers changed: rebuild the ready sets on next use."""

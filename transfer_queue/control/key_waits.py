@@ -41,16 +41,13 @@ def wait_for_keys(state: PlaneState, call: Call, request: KeyWait) -> Wait:
 
 
 def _too_late(state: PlaneState, request: p.WaitKeys, matching: ReadySet | None, waited_s: float) -> p.Failed:
-    return p.Failed(request.id, KeysTimeoutError.__name__, _explained(state, request, matching, waited_s))
-
-
-def _explained(state: PlaneState, request: p.WaitKeys, matching: ReadySet | None, waited_s: float) -> str:
     which = "there" if request.where is None else f"that match {request.where!r}"
     text = f"waited {waited_s:.1f} s for {request.count} keys of partition {request.partition!r} {which}"
-    if matching is None:
-        return f"{text}: there is no such partition. Check its name and its producers, or wait longer (timeout_s)."
-    num_keys = state.partitions[request.partition].listed.matching(None).count
-    return f"{text}: {matching.count} of its {num_keys} keys do. Check the producers, or wait longer (timeout_s)."
+    why = "there is no such partition. Check its name and its producers"
+    if matching is not None:
+        num_keys = state.partitions[request.partition].listed.matching(None).count
+        why = f"{matching.count} of its {num_keys} keys do. Check the producers"
+    return p.Failed(request.id, KeysTimeoutError.__name__, f"{text}: {why}, or wait longer (timeout_s).")
 
 
 # ---- changes ----

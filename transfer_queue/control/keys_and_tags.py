@@ -12,7 +12,6 @@ from itertools import pairwise
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from transfer_queue.calls import PIECE
 from transfer_queue.control.rows import Rows, RowTable
@@ -173,12 +172,6 @@ class TagStore(Mapping[int, Tags]):
             return [None] * len(rows)
         found: list[bytes | None] = self._table.column(_COLUMN)[rows].tolist()
         return found
-
-    def tagged(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """[len(rows)] Which of these rows have tags."""
-        if not self._table.has_column(_COLUMN):
-            return np.zeros(len(rows), dtype=np.bool_)
-        return self._table.column(_COLUMN)[rows].astype(np.bool_)
 
     def freeing(self) -> Iterator[None]:
         """Frees the tags of a deleted partition, a piece at a time."""

@@ -112,12 +112,9 @@ class ListedKeys:
         return self._matching.get(where, make)
 
     def _all_listed(self) -> npt.NDArray[np.bool_]:
-        live: npt.NDArray[np.bool_] = PUBLISHED[self._table.column("state")]
         if not self._table.has_column(_COLUMN):
-            live[:] = False
-        else:
-            live &= self._table.column(_COLUMN)
-        return live
+            return np.zeros(self._table.size, dtype=np.bool_)
+        return PUBLISHED[self._table.column("state")] & self._table.column(_COLUMN)
 
     def rebuild(self) -> None:
         """Row numbers changed: compare with the filters anew at their next use."""

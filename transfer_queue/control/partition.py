@@ -156,7 +156,8 @@ class Partition:
     ) -> Rows:  # fmt: skip
         """Make fields readable; reserved rows become samples, or heads. Returns the rows. All or nothing."""
         rows = self.rows_of(indexes)
-        self._check_published(rows)
+        if self.num_free and (self.table.column("state")[rows] == RowState.FREE).any():
+            raise InvalidRequestError(f"partition {self.name!r}: pre-allocated samples must be inserted before a put.")
         self.schema.check(specs, self.name, len(rows))
         if self.table.copies:
             self.table.copies.make()
@@ -197,11 +198,6 @@ class Partition:
     def lost_of(self, indexes: Indexes) -> list[str]:
         """The fields that one of these samples lost with a storage unit."""
         return [name for name, lost in self.lost().items() if np.isin(indexes, lost).any()]
-
-    def _check_published(self, rows: Rows) -> None:
-        state = self.table.column("state")[rows]
-        if self.num_free and (state == RowState.FREE).any():
-            raise InvalidRequestError(f"partition {self.name!r}: pre-allocated samples must be inserted before a put.")
 
     def make_live(self, rows: Rows, become: int = RowState.LIVE) -> None:
         """Reserved rows become samples, or heads; the partition seals itself at its declared number of samples."""
@@ -253,7 +249,7 @@ class Partition:
         """Delete inserted samples, except those that got values or tags meanwhile."""
         rows, found = self.table.find(indexes)
         rows = rows[found]
-        bare = ~self.tags.tagged(rows)
+        bare = np.array([not tags for tags in self.tags.packed(rows)], dtype=np.bool_)
         for name in self.schema.written():
             bare &= ~self.schema.has(name)[rows]
         self._withdraw(indexes[found][bare])

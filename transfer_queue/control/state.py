@@ -17,7 +17,7 @@ from transfer_queue.control.freezes import Freezes
 from transfer_queue.control.leases import Leases
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.producers import Producers
-from transfer_queue.control.rows import IndexAllocator
+from transfer_queue.control.rows import MAX_INDEX, IndexAllocator
 from transfer_queue.control.run_table import RunTable
 from transfer_queue.control.units import UnitTable
 from transfer_queue.diagnosis import is_internal
@@ -71,7 +71,7 @@ class PlaneState:
         self.config = config
         self.calls = calls
         self.waits = calls.waits
-        self.waits.with_sizes(WRITERS, self._free)
+        self.waits.with_sizes(WRITERS, self.room)
         self.partitions: dict[str, Partition] = {}
         self.tasks = Tasks(config.sampler, config.sampler_modules)
         self.allocator = IndexAllocator()
@@ -197,13 +197,10 @@ class PlaneState:
                 found |= partition.table.find(indexes)[1]
         return found
 
-    def room(self) -> int | None:
-        """The number of samples that may still be inserted; None: unlimited."""
-        return None if self.config.capacity is None else self.config.capacity - self.allocator.num_used
-
-    def _free(self) -> int:
-        room = self.room()
-        return 2**62 if room is None else room
+    def room(self) -> int:
+        """The number of samples that may still be inserted."""
+        capacity = MAX_INDEX if self.config.capacity is None else self.config.capacity
+        return capacity - self.allocator.num_used
 
 
 def ended(wait: Wait, has_turn: bool) -> Reply:

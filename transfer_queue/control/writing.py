@@ -208,8 +208,7 @@ def _check_groups(state: PlaneState, request: p.ResolveKeys, terms: p.Terms, par
 
 def _admit(state: PlaneState, call: Call, request: Writer, count: int) -> p.Reply | None:
     """Serve the request if there is room; None if there isn't. Done: values that it replaces are being saved by now."""
-    room = state.room()
-    if room is not None and count > room:
+    if count > state.room():
         return None
     if isinstance(request, p.ResolveKeys):
         return p.Done(request.id) if _must_wait(state, request) else _bind_keys(state, call, request)

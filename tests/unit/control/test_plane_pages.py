@@ -160,7 +160,7 @@ def test_a_clear_says_which_tasks_hold_what_stays(plane):
     reply = ask(plane, ACTOR, p.ClearConsumed, "p", ["train"])
     assert (indexes(reply), reply.held_by) == ([], {"train": 4, "eval": 2})
     plane.received(ACTOR, [unread.id])
-    assert plane.answered(ACTOR, reply.id) is None, "nothing was cleared, so nothing is kept"
+    assert plane.calls.find(ACTOR, reply.id) is None, "nothing was cleared, so nothing is kept"
 
 
 def test_a_dry_run_says_what_would_stay_and_clears_nothing(plane):
@@ -174,7 +174,7 @@ def test_a_dry_run_says_what_would_stay_and_clears_nothing(plane):
     ack(plane, first.token)
     asked = ask(plane, ACTOR, p.ClearConsumed, "p", [], True)
     assert (asked.indexes, asked.held_by, asked.more) == (b"", {"train": 1}, False)
-    assert plane.answered(ACTOR, asked.id) is None, "there is nothing to undo"
+    assert plane.calls.find(ACTOR, asked.id) is None, "there is nothing to undo"
     assert clear_consumed(plane) == [0, 1]
     unknown = ask(plane, ACTOR, p.ClearConsumed, "nowhere", ["train"], True)
     assert unknown == p.Cleared(unknown.id, b"")
