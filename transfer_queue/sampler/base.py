@@ -171,6 +171,17 @@ class BaseSampler(ABC):
                 f"Register the sampler with dp_size={dp_size}."
             )
 
+    def _rank(self, dp_rank: int | None, num_ranks: int | None) -> int:
+        """The rank that is answered, where ``sample`` draws for all of them."""
+        if dp_rank is None and (num_ranks or 1) > 1:
+            raise SamplerError(
+                f"{type(self).__name__} splits over {num_ranks} ranks and needs dp_rank to answer one of them. "
+                f'Pass sampling_config={{"dp_rank": ..., "batch_index": ...}}.'
+            )
+        if dp_rank is not None and dp_rank < 0:
+            raise SamplerError(f"dp_rank must be greater than or equal to 0, got {dp_rank}.")
+        return dp_rank or 0
+
     def _recall(self, partition_id: str, task_name: str, dp_rank: int, batch_index: int) -> Picked | None:
         pair = self._states.get(partition_id, {}).get(task_name, {}).get(dp_rank, {}).get(batch_index)
         return None if pair is None else (list(pair[0]), list(pair[1]))

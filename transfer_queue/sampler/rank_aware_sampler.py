@@ -90,9 +90,7 @@ class RankAwareSampler(RoundSampler):
     def _numbered_batch(
         self, ready: Sequence[int], batch_size: int, task: str, partition: str, batch_of_rank: tuple[int, int]
     ) -> Picked:
-        dp_rank, batch_index = batch_of_rank
-        if dp_rank < 0:
-            raise SamplerError(f"dp_rank must be greater than or equal to 0, got {dp_rank}.")
+        dp_rank, batch_index = self._rank(batch_of_rank[0], None), batch_of_rank[1]
         self._refuse_mixing(partition, task, replicas=False)
         batch = self._states.get(partition, {}).get(task, {}).get(dp_rank, {}).get(batch_index)
         if batch is None:

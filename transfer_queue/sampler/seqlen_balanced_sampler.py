@@ -69,7 +69,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         **kwargs: Any,
     ) -> Picked:  # fmt: skip
         """This rank's share of global batch ``batch_index`` (None: 0). The first rank to ask draws for all ranks."""
-        rank = self._rank(dp_rank)
+        rank = self._rank(dp_rank, self.dp_size)
         self._check_ranks(dp_size)
         if rank >= self.dp_size:
             return [], []
@@ -91,18 +91,6 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
 
     def save_checkpoint(self) -> dict[str, Any]:
         return {**super().save_checkpoint(), "_balanced_cache": copy.deepcopy(self._balanced_cache)}
-
-    def _rank(self, dp_rank: int | None) -> int:
-        if dp_rank is None and self.dp_size == 1:
-            return 0
-        if dp_rank is None:
-            raise SamplerError(
-                f"{type(self).__name__} splits over {self.dp_size} ranks and needs dp_rank to answer one of them. "
-                f'Pass sampling_config={{"dp_rank": ..., "batch_index": ...}}.'
-            )
-        if dp_rank < 0:
-            raise SamplerError(f"dp_rank must be greater than or equal to 0, got {dp_rank}.")
-        return dp_rank
 
     def _split(self, groups: list[list[int]], view: Any) -> list[list[int]]:
         """One list of samples per rank."""

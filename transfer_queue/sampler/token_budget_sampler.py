@@ -59,7 +59,9 @@ class TokenBudgetSampler(RoundSampler):
         """This rank's share of round ``batch_index`` (None: 0), or ([], []) while more samples would fit."""
         self.check(batch_size, dp_size)
         num_ranks = self.dp_size or dp_size
-        rank = _rank(dp_rank, num_ranks)
+        rank = self._rank(dp_rank, num_ranks)
+        if num_ranks is not None and rank >= num_ranks:
+            raise SamplerError(f"dp_rank {rank} is outside 0..{num_ranks - 1}: the task has dp_size {num_ranks}.")
         # A single rank without batch numbers remembers nothing, or it would get the same batch forever.
         remembers = (num_ranks or 1) > 1 or None not in (dp_rank, batch_index)
         batch = batch_index or 0
@@ -117,20 +119,6 @@ class TokenBudgetSampler(RoundSampler):
                 indexes.append(index)
                 weights.append(weight)
         return indexes, weights
-
-
-def _rank(dp_rank: int | None, num_ranks: int | None) -> int:
-    if dp_rank is None and (num_ranks or 1) > 1:
-        raise SamplerError(
-            f"TokenBudgetSampler draws for {num_ranks} ranks and needs dp_rank to answer one of them. "
-            f'Pass sampling_config={{"dp_rank": ..., "batch_index": ...}}.'
-        )
-    rank = dp_rank or 0
-    if rank < 0:
-        raise SamplerError(f"dp_rank must be greater than or equal to 0, got {rank}.")
-    if num_ranks is not None and rank >= num_ranks:
-        raise SamplerError(f"dp_rank {rank} is outside 0..{num_ranks - 1}: the task has dp_size {num_ranks}.")
-    return rank
 
 
 class _Packing:
