@@ -26,32 +26,16 @@ class Freezing(Holding):
     """A freeze under way."""
 
     until = Until.DONE
-    __slots__ = ("_part", "_samples", "_sent", "_snapshot", "_state")
+    __slots__ = ("_samples", "_state", "snapshot")
 
     def __init__(self, state: PlaneState, snapshot: Snapshot) -> None:
-        self._state, self._snapshot = state, snapshot
-        self._part, self._sent = -1, b""
+        self._state, self.snapshot = state, snapshot
         self._samples = FrozenSamples(snapshot.next_index)
         state.freezes.begin(self._samples)
 
-    def read(self, call: int, part: int) -> p.Frozen:
-        """The next part, or the last one again. After the final part, nothing is kept for further ones."""
-        snapshot = self._snapshot
-        if part == self._part + 1 < snapshot.num_parts:
-            self._part, self._sent = part, snapshot.part(part)
-            if part + 1 == snapshot.num_parts:
-                self._close()
-        elif part != self._part:
-            raise CheckpointError(f"part {part} of a frozen state comes after part {self._part}. Save again.")
-        return p.Frozen(call, self._sent, snapshot.num_parts)
-
-    def _close(self) -> None:
-        self._snapshot.close()
-        self._state.tidy()
-
     def thaw(self) -> p.Indexes:
         """Returns what was cleared since, and may be deleted now."""
-        self._close()
+        self.snapshot.close()
         self._state.waits.wake(SAVING)
         return self._state.freezes.end(self._samples)
 
@@ -82,7 +66,7 @@ def freeze(state: PlaneState, call: Call, request: p.Freeze) -> p.Reply | Wait:
             return None
         frozen = Freezing(state, Snapshot(state, state.calls.now, request.task))
         state.calls.hold(call, frozen)
-        return frozen.read(request.id, 0)
+        return p.Frozen(request.id, *frozen.snapshot.read(0))
 
     return answer(None, True) or Wait(SAVING, state.calls.now + request.wait_s, answer)
 
@@ -92,7 +76,7 @@ def read_frozen(state: PlaneState, call: Call, request: p.ReadFrozen) -> p.Reply
     held = state.calls.held(call.client, request.call, Freezing)
     if not held:
         raise CheckpointError(f"call {request.call} is no freeze under way. Save again.")
-    return held[0].read(request.id, request.part)
+    return p.Frozen(request.id, *held[0].snapshot.read(request.part))
 
 
 def thaw(state: PlaneState, call: Call, request: p.Thaw) -> p.Reply:

@@ -39,7 +39,6 @@ _encoder = msgspec.msgpack.Encoder()
 class Snapshot:
     """Everything that decides about later requests, except what sessions wait for, reserved, or produce.
 
-    ``num_parts``: how many slices there are, as far as is known. There is one more until the last one is made.
     ``next_index``: samples with a lower index may be in it.
     """
 
@@ -64,16 +63,27 @@ class Snapshot:
         ]
         self._slices = planned(self._partitions)
         self._next = next(self._slices, None)
-        self.next_index, self.num_parts = state.allocator.next_index, 1
+        self.next_index = state.allocator.next_index
+        self._number, self._sent = -1, b""
         state.snapshots.add(self)
 
-    def part(self, number: int) -> bytes:
-        """The next slice; the first one is number 0."""
-        assert self._next is not None, "there are no more slices"
-        partitions = [partition.save(section) for partition, section in self._next]
-        self._next = next(self._slices, None)
-        self.num_parts = number + 1 + (self._next is not None)
-        return _encoder.encode(slice_of(self._head, partitions, number))
+    def read(self, number: int) -> tuple[bytes, int]:
+        """The next slice, or the last one again; and how many there are, of which one may be still to be made.
+
+        The first one is number 0. After the final one, nothing is kept for further ones.
+
+        Raises:
+            CheckpointError: it is another one.
+        """
+        if number == self._number + 1 and self._next is not None:
+            partitions = [partition.save(section) for partition, section in self._next]
+            self._next = next(self._slices, None)
+            self._number, self._sent = number, _encoder.encode(slice_of(self._head, partitions, number))
+            if self._next is None:
+                self.close()
+        elif number != self._number:
+            raise CheckpointError(f"part {number} of a frozen state comes after part {self._number}. Save again.")
+        return self._sent, self._number + 1 + (self._next is not None)
 
     def close(self) -> None:
         """Release everything; no further slice is needed. Idempotent."""
@@ -81,6 +91,7 @@ class Snapshot:
             each.release()
         self._partitions, self._next = [], None
         self._state.snapshots.discard(self)
+        self._state.tidy()
 
 
 def slice_of(head: SavedQueue, partitions: list[SavedPartition], number: int) -> SavedQueue:
