@@ -19,6 +19,7 @@ from transfer_queue.control.rows import MAX_INDEX, positions_in
 from transfer_queue.control.saved import decode, saved_indexes
 from transfer_queue.control.snapshot import Snapshot
 from transfer_queue.control.state import SAVING, WRITERS, PlaneState
+from transfer_queue.control.writing import Permit
 from transfer_queue.errors import CheckpointError, StorageFullError
 
 
@@ -62,7 +63,8 @@ def freeze(state: PlaneState, call: Call, request: p.Freeze) -> p.Reply | Wait:
     """Freeze the state, once no writer is replacing values. A write that takes too long is assumed to have failed."""
 
     def answer(wait: Wait | None, has_turn: bool) -> p.Reply | None:
-        if state.freezes.must_wait and not (wait and wait.late):
+        replaces = any(permit.replaces() for _, permit in state.calls.holdings(Permit))
+        if replaces and not (wait and wait.late):
             return None
         frozen = Freezing(state, Snapshot(state, state.calls.now, request.task))
         state.calls.hold(call, frozen)

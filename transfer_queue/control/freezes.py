@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Freezes: samples that a checkpoint is reading keep their values. Permits to replace values delay freezes."""
+"""Freezes: samples that a checkpoint is reading keep their values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,17 +20,10 @@ class FrozenSamples:
 
 
 class Freezes:
-    """All freezes and permits. Who has them is known by the calls that hold them."""
+    """All freezes. Who has them is known by the calls that hold them."""
 
     def __init__(self) -> None:
         self._freezes: list[FrozenSamples] = []
-        self.permits: dict[tuple[str, int], Callable[[], bool]] = {}
-        """Writes that are stored aside: client and first call, and whether it would replace values now."""
-
-    @property
-    def must_wait(self) -> bool:
-        """Whether a write under way would replace values, so that they are not those of one moment."""
-        return any(replaces() for replaces in self.permits.values())
 
     def begin(self, samples: FrozenSamples) -> None:
         self._freezes.append(samples)

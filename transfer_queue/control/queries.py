@@ -20,7 +20,7 @@ from transfer_queue.control.serving import ServedFetch
 from transfer_queue.control.serving import describe as describe_samples
 from transfer_queue.control.state import FETCHES, KEYS, SAVING, WRITERS, PlaneState
 from transfer_queue.control.tag_filter import TagFilter, parse_filter
-from transfer_queue.control.writing import Reservation
+from transfer_queue.control.writing import Permit, Reservation
 from transfer_queue.errors import TransferQueueError
 
 _OF_ARRAYS = 40 * PAGE
@@ -175,14 +175,14 @@ def stats(state: PlaneState, call: Call, request: p.GetStats) -> p.Reply:
 
 def _clients(state: PlaneState) -> dict[str, dict[str, int]]:
     """What each session holds. ``unreceived``: answers that its client has not confirmed."""
-    clients, permits = {}, state.freezes.permits
+    clients = {}
     for client in state.calls.clients():
         calls = state.calls.of(client)
         held: list[Holding] = [each for call in calls for each in call.holdings]
         writes = [each for each in held if isinstance(each, Reservation)]
         clients[client] = {
             "reservations": len(writes), "reserved": sum(len(write.indexes) for write in writes),
-            "leaves": sum(holder == client and replaces() for (holder, _), replaces in permits.items()),
+            "leaves": sum(isinstance(each, Permit) and each.replaces() for each in held),
             "freezes": sum(isinstance(each, Freezing) for each in held),
             "parked": sum(call.wait is not None for call in calls),
             "unreceived": sum(call.has_unreceived_reply for call in calls),

@@ -66,39 +66,37 @@ class Permit(Holding):
     """
 
     until = Until.DONE
-    __slots__ = ("_call", "_state")
+    __slots__ = ("_state", "request", "write")
 
-    def __init__(self, state: PlaneState, call: Call, request: Rewrite) -> None:
-        self._state, self._call = state, (call.client, call.number)
-        state.freezes.permits[self._call] = lambda: len(replaced(state, request)) > 0
+    def __init__(self, state: PlaneState, write: tuple[str, int], request: Rewrite) -> None:
+        """``write``: client and first call."""
+        self._state, self.write, self.request = state, write, request
+
+    def replaces(self) -> bool:
+        """Whether it would replace values now."""
+        return len(replaced(self._state, self.request)) > 0
 
     def keep(self) -> None:
         """The write is over."""
-        if self._state.freezes.permits.pop(self._call, None) is not None:
-            self._state.waits.wake_first(SAVING)
+        self._state.waits.wake_first(SAVING)
 
     def undo(self) -> bool:
-        self._over(False)
+        self._end_write(False)
         return True
 
-    def _over(self, published: bool) -> None:
-        self._state.ended_writes.append((*self._call, published))
+    def _end_write(self, published: bool) -> None:
+        self._state.ended_writes.append((*self.write, published))
         self.keep()
 
 
-class Committing(Holding):
+class Committing(Permit):
     """A write to samples that exist is published, and its client commits the values."""
 
-    __slots__ = ("_permit",)
-
-    def __init__(self, permit: Permit) -> None:
-        self._permit = permit
-
-    def keep(self) -> None:
-        self._permit.keep()
+    until = Until.RECEIVED
+    __slots__ = ()
 
     def undo(self) -> bool:
-        self._permit._over(True)
+        self._end_write(True)
         return False
 
 
@@ -299,7 +297,8 @@ def _bind_keys(state: PlaneState, call: Call, request: p.ResolveKeys) -> p.Reply
             state.calls.hold(call, Insertion(state, partition, indexes))
     if request.hold or request.writes:
         state.producers.announced(call, request.fields)
-        state.calls.hold(call, Permit(state, call, request))  # for new ones, too: others may name their keys by now
+        # For new ones, too: others may name their keys by now.
+        state.calls.hold(call, Permit(state, (call.client, call.number), request))
     return describe_keys(partition, request.id, request.keys)
 
 
@@ -385,7 +384,7 @@ def _check_fields(state: PlaneState, call: Call, request: p.CheckFields) -> p.Re
     rows = partition.rows_of(p.unpack_indexes(request.indexes))
     partition.schema.check(request.fields, request.partition, len(rows))
     state.producers.announced(call, request.fields)
-    state.calls.hold(call, Permit(state, call, request))
+    state.calls.hold(call, Permit(state, (call.client, call.number), request))
     return p.Done(request.id, partition.schema.dtypes_with(request.fields))
 
 
@@ -451,7 +450,7 @@ def _complete(state: PlaneState, call: Call, request: p.Publish, first: Call, pa
                 state.calls.hold(call, NewSamples(state, partition, indexes))
                 keeps = True
         elif isinstance(own, Permit) and request.uncommitted:
-            state.calls.hold(call, Committing(own))
+            state.calls.hold(call, Committing(state, own.write, own.request))
             keeps = True
         elif isinstance(own, Permit):
             own.keep()
