@@ -233,17 +233,16 @@ class Partition:
         rows, found = self.table.find(indexes)
         return bool(_RESERVED[self.table.column("state")[rows[found]]].any())
 
-    def release_reserved(self, rows: Rows) -> Indexes:
-        """Release reserved rows of a write that won't be published, but no live rows. Returns their indexes."""
+    def release_reserved(self, rows: Rows) -> None:
+        """Release reserved rows of a write that won't be published, but no live rows."""
         self.table.copies.make()
         state = self.table.column("state")
         held = ascending(rows[_RESERVED[state[rows]]])
         missing = int(np.count_nonzero(state[held] == RowState.RESERVED_FREE))
-        indexes = self._release(held)
+        self._release(held)
         if missing and not self.sealed:
             self.make_free(missing)  # new indexes, so that a late write of the old ones can't create samples
         self._compact_if_due()
-        return indexes
 
     def uninsert(self, indexes: Indexes) -> None:
         """Delete inserted samples, except those that got values or tags meanwhile."""

@@ -166,11 +166,6 @@ class RowTable:
             rows[~found] = 0
         return rows, found
 
-    def spans(self, first: int, last: int) -> bool:
-        """Whether some indexes from ``first`` to ``last`` may be here."""
-        own = self._columns["index"]
-        return bool(self.size) and own.item(0) <= last and own.item(self.size - 1) >= first
-
     def mark_dead(self, rows: Rows) -> None:
         """Mark rows as dead. They must not be dead yet."""
         self.column("state")[rows] = RowState.DEAD

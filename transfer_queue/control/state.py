@@ -6,9 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from transfer_queue.calls import PIECE, Calls, Name, Wait
 from transfer_queue.config import FullConfig
 from transfer_queue.control.draw import Tasks
@@ -185,17 +182,6 @@ class PlaneState:
         """Delete the values of these samples, none of which is in a partition now."""
         if len(indexes):
             self.unused.append(indexes)
-
-    def holds(self, indexes: Indexes) -> npt.NDArray[np.bool_]:
-        """Which of the indexes are in some partition."""
-        found = np.zeros(len(indexes), dtype=np.bool_)
-        if not len(indexes):
-            return found
-        first, last = int(indexes.min()), int(indexes.max())
-        for partition in self.partitions.values():
-            if partition.table.spans(first, last):
-                found |= partition.table.find(indexes)[1]
-        return found
 
     def room(self) -> int:
         """The number of samples that may still be inserted."""

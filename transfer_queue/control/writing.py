@@ -57,7 +57,8 @@ class Reservation(Holding):
             rows, found = partition.table.find(indexes)
             partition.release_reserved(rows[found])
             state.freed(partition)
-        state.delete(indexes[~state.holds(indexes)])
+            indexes = indexes[~partition.table.find(indexes)[1]]
+        state.delete(indexes)
 
 
 class Permit(Holding):

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 from transfer_queue.errors import SamplerError
@@ -170,35 +170,25 @@ class _Packing:
     def _pack(self, count: int) -> list[list[int]] | None:
         if count not in self._packed:
             heaviest_first = sorted(range(count), key=self._weights.__getitem__, reverse=True)
-            self._packed[count] = self._to_lightest(heaviest_first) or self._to_tightest(heaviest_first)
+            self._packed[count] = self._filled(heaviest_first, True) or self._filled(heaviest_first, False)
         return self._packed[count]
 
-    def _to_lightest(self, items: list[int]) -> list[list[int]] | None:
-        """Put each item into the lightest bin: even, but the gaps become too small for the last items."""
+    def _filled(self, items: list[int], evenly: bool) -> list[list[int]] | None:
+        """Put each item into the lightest bin: even, but the gaps become too small for the last items. Or into the
+        fullest bin that takes it, which fills gaps.
+        """
         bins: list[list[int]] = [[] for _ in range(self._num_bins)]
-        open_bins: list[tuple[float, int, int]] = [(0, 0, number) for number in range(self._num_bins)]
+        room = [(self._most_weight, 0, number) for number in range(self._num_bins)]  # what is left, -items, number
         for item in items:
-            if not open_bins or open_bins[0][0] + self._weights[item] > self._most_weight:
+            weight = self._weights[item]
+            at = len(room) - 1 if evenly else bisect_left(room, weight, key=itemgetter(0))
+            if not 0 <= at < len(room) or room[at][0] < weight:
                 return None
-            weight, length, number = heapq.heappop(open_bins)
+            left, length, number = room.pop(at)
             bins[number].append(item)
-            if length + 1 < self._most_items:
-                heapq.heappush(open_bins, (weight + self._weights[item], length + 1, number))
-        return [sorted(each) for each in bins]
-
-    def _to_tightest(self, items: list[int]) -> list[list[int]] | None:
-        """Put each item into the fullest bin that takes it: uneven, but fills gaps."""
-        bins: list[list[int]] = [[] for _ in range(self._num_bins)]
-        room = [(self._most_weight, number) for number in range(self._num_bins)]
-        for item in items:
-            at = bisect_left(room, (self._weights[item], -1))
-            if at == len(room):
-                return None
-            left, number = room.pop(at)
-            bins[number].append(item)
-            if len(bins[number]) < self._most_items:
-                insort(room, (left - self._weights[item], number))
+            if 1 - length < self._most_items:
+                insort(room, (left - weight, length - 1, number))
         for empty in bins:
             if not empty:
                 empty.append(max(bins, key=len).pop())
-        return [sorted(each) for each in bins]
+        return sorted(sorted(each) for each in bins)
