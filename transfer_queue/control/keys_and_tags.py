@@ -29,7 +29,8 @@ class KeyMap:
         self._shards: list[dict[str, int]] = []  # key -> index, by the key's hash
         self._blocks: dict[int, dict[int, str]] = {}  # index -> key, by the index's block, in order of insertion
         self._size = 0
-        self._watches: list[dict[int, str]] = []
+        self.watches: dict[object, dict[int, str]] = {}
+        """By whoever reads the keys as they were: those of samples that are deleted, for ``names_of``."""
 
     def __len__(self) -> int:
         return self._size
@@ -68,16 +69,8 @@ class KeyMap:
                 del self._blocks[index // _BLOCK]
             del self._shards[hash(key) % _SHARDS][key]
             self._size -= 1
-            for watch in self._watches:
+            for watch in self.watches.values():
                 watch[index] = key
-
-    def watch(self) -> dict[int, str]:
-        """Start to keep the keys of samples that are deleted, for ``names_of``."""
-        self._watches.append({})
-        return self._watches[-1]
-
-    def unwatch(self, watch: dict[int, str]) -> None:
-        self._watches = [each for each in self._watches if each is not watch]
 
     def names_of(self, indexes: Indexes, gone: dict[int, str]) -> tuple[list[str], list[int]]:
         """(keys, their indexes): those of these samples that had a key when ``gone`` began."""
@@ -144,13 +137,14 @@ class TagStore(Mapping[int, Tags]):
 
     def __init__(self, table: RowTable) -> None:
         self._table = table
-        self._watches: list[dict[int, bytes | None]] = []
+        self.watches: dict[object, dict[int, bytes | None]] = {}
+        """By whoever reads the tags as they were: those that have changed or are deleted, for ``save``."""
 
     def put(self, rows: Rows, tags: Sequence[Tags], merge: bool) -> None:
         """Set the tags of each row; ``merge`` keeps other existing tags."""
         column = self._table.ensure_column(_COLUMN, np.object_)
         before = column[rows].tolist()
-        for watch in self._watches:
+        for watch in self.watches.values():
             for index, old in zip(self._table.column("index")[rows].tolist(), before, strict=True):
                 watch.setdefault(index, old)
         if merge and any(before):
@@ -181,14 +175,6 @@ class TagStore(Mapping[int, Tags]):
                 column[start : start + PIECE] = None
                 yield
 
-    def watch(self) -> dict[int, bytes | None]:
-        """Start to keep tags as they were before a change, for ``save``."""
-        self._watches.append({})
-        return self._watches[-1]
-
-    def unwatch(self, watch: dict[int, bytes | None]) -> None:
-        self._watches = [each for each in self._watches if each is not watch]
-
     def save(self, indexes: Indexes, before: Mapping[int, bytes | None]) -> tuple[list[int], list[bytes]]:
         """Which of these samples had tags when ``before`` began, by their position; and the tags, packed."""
         if not self._table.has_column(_COLUMN):
@@ -215,7 +201,7 @@ class TagStore(Mapping[int, Tags]):
         if not self._table.has_column(_COLUMN):
             return
         column = self._table.column(_COLUMN)
-        for watch in self._watches:
+        for watch in self.watches.values():
             for index, own in zip(self._table.column("index")[rows].tolist(), column[rows].tolist(), strict=True):
                 if own:
                     watch.setdefault(index, own)

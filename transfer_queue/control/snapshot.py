@@ -136,8 +136,8 @@ class FrozenPartition:
         self._partition, self._now, self._wanted = partition, now, wanted
         self._tasks = partition.consumers.keys() if tasks is None else tasks
         self._table, self._schema = partition.table, partition.schema
-        self._gone: dict[int, str] | None = None
-        self._changed: dict[int, bytes | None] | None = None
+        self._gone: dict[int, str] = {}
+        self._changed: dict[int, bytes | None] = {}
         self._head: SavedPartition | None = None
         self._consumers: list[_FrozenConsumer] = []
         self._num_sections = 0
@@ -173,7 +173,7 @@ class FrozenPartition:
         self.num_sections()
         self._table = self._table.frozen()
         self._schema = self._schema.frozen(self._table)
-        self._gone, self._changed = self._partition.keys.watch(), self._partition.tags.watch()
+        self._partition.keys.watches[self], self._partition.tags.watches[self] = self._gone, self._changed
 
     def save(self, number: int) -> SavedPartition:
         """One section; the last one ends the freeze of this partition."""
@@ -188,8 +188,8 @@ class FrozenPartition:
             np.where(is_live, table.column(name)[rows], 0).astype("<i4").tobytes()
             for name in ("put_offset", "put_size", "put_number")
         )
-        keys, named = self._partition.keys.names_of(index[is_live], self._gone or {})
-        tagged, tags = self._partition.tags.save(index, self._changed or {})
+        keys, named = self._partition.keys.names_of(index[is_live], self._gone)
+        tagged, tags = self._partition.tags.save(index, self._changed)
         saved = msgspec.structs.replace(
             head, index=pack_indexes(index), state=state.tobytes(),
             put_offset=offset, put_size=size, put_number=put, fields=self._schema.save(rows),
@@ -211,9 +211,8 @@ class FrozenPartition:
             copies.remove(self._copy)
         self._table, self._schema = self._partition.table, self._partition.schema
         self._head, self._consumers = None, []  # here, because all at once in the end would take long
-        if self._gone is not None and self._changed is not None:
-            self._partition.keys.unwatch(self._gone)
-            self._partition.tags.unwatch(self._changed)
+        self._partition.keys.watches.pop(self, None)
+        self._partition.tags.watches.pop(self, None)
 
 
 class _FrozenConsumer:

@@ -34,7 +34,7 @@ def test_a_frozen_state_keeps_nothing_aside_once_it_is_read(plane, how):
         ask(plane, SAVER, p.Thaw, frozen.id)
     else:
         plane.client_gone(SAVER, 0.0)
-    assert (partition.keys._watches, partition.tags._watches, plane.state.snapshots) == ([], [], set())
+    assert (partition.keys.watches, partition.tags.watches, plane.state.snapshots) == ({}, {}, set())
 
 
 @pytest.mark.parametrize("how", ["read", "thaw", "end"])
