@@ -89,9 +89,6 @@ class Ledger:
         own = self._ranks.get(key[0])
         return None if own is None else own.open.get(key[1])
 
-    def is_closed(self, key: BatchKey) -> bool:
-        return self.get(key) is None and self.holds(key)
-
     def holds(self, key: BatchKey) -> bool:
         """Whether this batch was drawn, acknowledged or not."""
         own = self._ranks.get(key[0])
@@ -241,10 +238,11 @@ class Ledger:
         A round that some ranks have acknowledged is deleted, because it can only be drawn again for all ranks.
         """
         rounds = {entry.key[1] for entry in self._by_number.values() if entry.dp_size is not None}
-        torn = {index for index in rounds if any(self.is_closed((rank, index)) for rank in self._ranks)}
+        ranks = self._ranks.values()
+        torn = {index for index in rounds if any(index in own.drawn and index not in own.open for own in ranks)}
         for entry in [e for e in self._by_number.values() if e.dp_size is not None and e.key[1] in torn]:
             self.close(entry)
-        for own in self._ranks.values():
+        for own in ranks:
             own.drawn, own.next, own.missed = Runs(), 0, set()
         self._end = 0
         self.num_changes += 1

@@ -25,11 +25,8 @@ def create(state: PlaneState, call: Call, request: p.CreatePartition) -> p.Reply
     wanted = request.num_samples
     if wanted is not None and wanted < 1:
         raise InvalidRequestError(f"num_samples must be at least 1 or None, got {wanted}.")
-    partition = state.partitions.get(request.partition)
-    if partition is None:
-        state.create(request.partition, wanted).schema.declare(request.fields, request.partition)
-        state.refuses(request.partition)
-        return p.Done(request.id, True)
+    is_new = request.partition not in state.partitions
+    partition = state.get_or_create(request.partition)
     if wanted is not None and partition.num_samples not in (None, wanted):
         raise InvalidRequestError(
             f"partition {request.partition!r} seals itself at {partition.num_samples} samples, now num_samples is "
@@ -41,7 +38,7 @@ def create(state: PlaneState, call: Call, request: p.CreatePartition) -> p.Reply
         partition.seal_if_complete()
         state.changed(partition)
     state.refuses(request.partition)
-    return p.Done(request.id, False)
+    return p.Done(request.id, is_new)
 
 
 def seal(state: PlaneState, call: Call, request: p.SealPartition) -> p.Reply:

@@ -169,6 +169,7 @@ class ServedFetch:
         self.partition = partition
         self._task = task
         self._turn = turn
+        self._groups = partition.groups if isinstance(task.sampler, GroupSampler) else None
         self.consumer: Consumer = partition.consumer(fetch.task)
         self._dp_size = dp_size
         self.drawn: Indexes = _NONE
@@ -265,15 +266,15 @@ class ServedFetch:
         return range(self.consumer.ledger.first_undrawn(key, self._fetch.first_index), key[1])
 
     def _known(self, key: BatchKey) -> Entry | None:
-        ledger = self.consumer.ledger
-        if ledger.is_closed(key):
+        entry = self.consumer.ledger.get(key)
+        if entry is None and self.consumer.ledger.holds(key):
             raise InvalidRequestError(
                 f"batch {key[1]} of task {self._fetch.task!r}, dp_rank {key[0]}, partition {self.partition.name!r} is "
                 f"settled: it was acknowledged, or its samples were cleared. Ask for a later batch_index, or reset "
                 f"the task's consumption. Another Trainer or stream may read the same task: give it a task name of its "
                 f"own."
             )
-        return ledger.get(key)
+        return entry
 
     def _draw(self, batch_index: int | None) -> Draw:
         fetch = self._fetch
@@ -287,11 +288,6 @@ class ServedFetch:
             self.partition, self.consumer, self._task.sampler, tuple(fetch.fields), self.ready(), fetch.batch_size,
             batch_index, ranks, self._dp_size, fetch.sampler_args,
         )  # fmt: skip
-
-    @property
-    def _groups(self) -> Groups | None:
-        """Where the task draws groups."""
-        return self.partition.groups if isinstance(self._task.sampler, GroupSampler) else None
 
     def _check_free(self, batch_index: int | None) -> None:
         """A round is drawn for all ranks, so none of them may already have this batch."""
@@ -319,13 +315,11 @@ class ServedFetch:
             drawn = [(*entry.key, share.rows) for entry, share in zip(entries, shares, strict=True)]
             self._groups.drew(self._fetch.task, drawn)
         self._give(entries, shares)
-        reply: Batch | None = None
         for entry, share in zip(entries, shares, strict=True):
             if entry.key[0] == self._rank:
-                reply = self._entry_batch(entry, _Left(entry.indexes, share.rows))
-        # None: a tail that did not reach this rank.
-        end = self.consumer.end_of(self._fetch.where) or StreamEnd("consumed", 0)
-        return reply or Ended(self._fetch.id, end.reason, end.dropped)
+                return self._entry_batch(entry, _Left(entry.indexes, share.rows))
+        end = self.consumer.end_of(self._fetch.where) or StreamEnd("consumed", 0)  # a tail that did not reach this rank
+        return Ended(self._fetch.id, end.reason, end.dropped)
 
     def _write(self, rank: int | None, batch_index: int, share: Share) -> Entry:
         self.written.append((rank, batch_index))

@@ -149,21 +149,19 @@ class PlaneState:
             raise UnknownPartitionError(f"partition {name!r} not found; it was cleared or never used. Known: {known}.")
         return partition
 
-    def create(self, name: str, num_samples: int | None = None) -> Partition:
-        """Create a partition; the name must be free."""
-        self.incarnations += 1
-        partition = Partition(name, self.incarnations, self.allocator, self.config.preallocate, num_samples)
-        self.partitions[name] = partition
-        self.leases.partition_made(name)
-        return partition
-
     def find(self, name: str, serial: int) -> Partition | None:
         """The partition with this serial; None if it was cleared or replaced since."""
         partition = self.partitions.get(name)
         return partition if partition is not None and partition.serial == serial else None
 
     def get_or_create(self, name: str) -> Partition:
-        return self.partitions.get(name) or self.create(name)
+        partition = self.partitions.get(name)
+        if partition is None:
+            self.incarnations += 1
+            partition = Partition(name, self.incarnations, self.allocator, self.config.preallocate)
+            self.partitions[name] = partition
+            self.leases.partition_made(name)
+        return partition
 
     def discard(self, partition: Partition) -> None:
         """Free a deleted partition. Many keys and tags are freed in pieces, so that no client waits for it."""
