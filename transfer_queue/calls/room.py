@@ -11,6 +11,7 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,12 +30,10 @@ _REMEMBERED = 1024
 """Sessions that have ended and are still refused."""
 
 
+@dataclass(slots=True, eq=False)
 class _Session:
-    __slots__ = ("calls", "holdings")
-
-    def __init__(self) -> None:
-        self.calls: dict[int, Call] = {}
-        self.holdings: list[Holding] = []
+    calls: dict[int, Call] = field(default_factory=dict)
+    holdings: list[Holding] = field(default_factory=list)
 
 
 _NOBODY = _Session()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from transfer_queue.calls import Call, Calls, Holding, Until
@@ -13,16 +14,14 @@ _LONGEST = 500
 """Characters of a note's texts."""
 
 
+@dataclass(slots=True, eq=False)
 class _Producers:
     """``alive``: by session, what it holds. ``died_at``, ``last``: when the last one died, and which."""
 
-    __slots__ = ("alive", "died_at", "last", "published_at")
-
-    def __init__(self) -> None:
-        self.alive: dict[str, _Producing] = {}
-        self.died_at: float | None = None
-        self.last = ""
-        self.published_at: float | None = None
+    alive: dict[str, _Producing] = field(default_factory=dict)
+    died_at: float | None = None
+    last: str = ""
+    published_at: float | None = None
 
 
 class _Producing(Holding):
