@@ -79,8 +79,8 @@ class Producers:
         """
         producers, own = self._fields[name], client.rpartition("_")[0]
         published = producers.alive.pop(client).published
-        died = died or self._has_failed(own)
-        if died:
+        note = self._notes.get(own)
+        if died or (note is not None and not note["planned"]):
             producers.died_at, producers.last = self._calls.now, client
         elif published:
             producers.died_at = None
@@ -118,10 +118,6 @@ class Producers:
             producers = self._fields.setdefault(name, _Producers())
             producers.died_at, producers.last = self._calls.now, last
             self._calls.at(self._calls.now + self._grace_s, self._lost)
-
-    def _has_failed(self, client: str) -> bool:
-        note = self._notes.get(client)
-        return note is not None and not note["planned"]
 
     def lost_by_field(self, now: float) -> dict[str, dict[str, Any]]:
         """By field with lost producers: the last ``client`` to die, and what is known of its end."""

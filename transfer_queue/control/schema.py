@@ -94,7 +94,7 @@ class Schema:
         if name not in self._fields:
             self._fields[name] = None
             self.counts[name] = 0
-            self._table.add_column(_has(name), np.bool_, False)
+            self._table.add_column(_has(name), np.bool_)
 
     def has(self, name: str) -> npt.NDArray[np.bool_]:
         """[rows] Which rows have the field. All False for an unknown field."""
@@ -218,8 +218,7 @@ class Schema:
             return
         ndim = None if new is None else new.shape[1]
         if field.ndim is None and ndim is not None and (before is None or len(before) == ndim):
-            fill = np.zeros(ndim, dtype=np.int32) if before is None else np.array(before, dtype=np.int32)
-            self._table.add_column(_shapes(name), np.int32, fill, width=ndim)
+            self._table.ensure_column(_shapes(name), np.int32, ndim)[:] = 0 if before is None else before
             field.ndim = ndim
         elif field.ndim != ndim or ndim is None:
             self._table.drop_column(_shapes(name))
@@ -269,7 +268,6 @@ class Schema:
             if len(dtypes) > 1:
                 self._load_dtypes(saved, start)
             if saved.ndim is not None:
-                # Rows without the field show its fill, as they do where it was never saved.
                 shapes = np.frombuffer(saved.shapes or b"", dtype="<i4").reshape(count, saved.ndim)
                 self._table.ensure_column(_shapes(saved.name), np.int32, saved.ndim)[start:] = shapes
 
