@@ -14,13 +14,13 @@ from transfer_queue.calls import Call, Holding, Until, Wait
 from transfer_queue.control import group_work
 from transfer_queue.control.freezes import FrozenSamples
 from transfer_queue.control.lifecycle import cleared
-from transfer_queue.control.restoring import Restored
+from transfer_queue.control.restoring import Restored, check_fits
 from transfer_queue.control.rows import MAX_INDEX, positions_in
 from transfer_queue.control.saved import decode, saved_indexes
 from transfer_queue.control.snapshot import Snapshot
 from transfer_queue.control.state import SAVING, WRITERS, PlaneState
 from transfer_queue.control.writing import Permit
-from transfer_queue.errors import CheckpointError, StorageFullError
+from transfer_queue.errors import CheckpointError
 
 
 class Freezing(Holding):
@@ -90,14 +90,9 @@ def thaw(state: PlaneState, call: Call, request: p.Thaw) -> p.Reply:
 def stage(state: PlaneState, call: Call, request: p.Stage) -> p.Reply:
     """Reserve indexes for samples to be restored, shifted if theirs are in use here."""
     indexes = p.unpack_indexes(request.indexes)
-    capacity = state.config.capacity
     if len(indexes) and not 0 <= int(indexes.min()) <= int(indexes.max()) < MAX_INDEX - state.allocator.next_index:
         raise CheckpointError(f"the saved samples' indexes are out of range: {indexes.min()} to {indexes.max()}.")
-    if capacity is not None and len(indexes) > capacity:
-        raise StorageFullError(
-            f"Storage capacity exceeded: the checkpoint holds {len(indexes)} samples, the queue takes {capacity} "
-            f"(total_storage_size). Load it into a queue that takes more."
-        )
+    check_fits(state, len(indexes))
     if not len(indexes):
         return p.Done(request.id, 0)
     shift = max(0, state.allocator.next_index - int(indexes.min()))

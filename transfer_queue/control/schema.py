@@ -270,7 +270,6 @@ class Schema:
             if saved.ndim is not None:
                 shapes = np.frombuffer(saved.shapes or b"", dtype="<i4").reshape(count, saved.ndim)
                 self._table.ensure_column(_shapes(saved.name), np.int32, saved.ndim)[start:] = shapes
-
             if saved.units is not None:
                 self._table.ensure_column(_unit(saved.name), np.int32)[start:] = np.frombuffer(saved.units, "<i4")
 
