@@ -32,7 +32,7 @@ class Freezing(Holding):
     def __init__(self, state: PlaneState, snapshot: Snapshot) -> None:
         self._state, self.snapshot = state, snapshot
         self._samples = FrozenSamples(snapshot.next_index)
-        state.freezes.begin(self._samples)
+        state.freezes.append(self._samples)
 
     def thaw(self) -> p.Indexes:
         """Returns what was cleared since, and may be deleted now."""

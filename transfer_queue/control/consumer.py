@@ -108,7 +108,7 @@ class Consumer:
     def lacking(self, name: str) -> int:
         """The number of undrawn samples without this field: counted once, then updated by each publish."""
         if name not in self._undrawn_with:
-            if not self._schema.knows(name):
+            if name not in self._schema.counts:
                 return self.num_undrawn
             self._undrawn_with[name] = int(np.count_nonzero(self._every_drawable((name,))))
         return self.num_undrawn - self._undrawn_with[name]

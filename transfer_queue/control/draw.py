@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import reprlib
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
@@ -80,15 +80,12 @@ class Tasks:
     def __init__(self, default: BaseSampler, allowed_modules: Sequence[str]) -> None:
         self.default = default
         self._allowed_modules = allowed_modules
-        self._tasks: dict[str, Task] = {}
+        self.by_name: dict[str, Task] = {}
+        """The registered ones."""
 
     def get(self, name: str) -> Task:
         """Unregistered tasks are not stored, so names cost nothing."""
-        return self._tasks.get(name) or Task(name, self.default)
-
-    def known(self, name: str) -> Task | None:
-        """A registered task's settings."""
-        return self._tasks.get(name)
+        return self.by_name.get(name) or Task(name, self.default)
 
     def register(self, request: RegisterTask) -> None:
         """Raises before anything changes. An equal sampler spec keeps the sampler and its state."""
@@ -106,32 +103,19 @@ class Tasks:
         if isinstance(task.sampler, GroupSampler):
             task.sampler.check_tail(tail)
         dp_size, follows = request.dp_size or task.dp_size, request.follows or task.follows
-        self._tasks[request.task] = replace(task, dp_size=dp_size, tail=tail, follows=follows)
-
-    def add(self, task: Task) -> None:
-        """Add a task, replacing one of the same name."""
-        self._tasks[task.name] = task
-
-    def remove(self, name: str) -> None:
-        """Delete the task's settings."""
-        self._tasks.pop(name, None)
-
-    def __iter__(self) -> Iterator[Task]:
-        """The registered tasks."""
-        return iter(self._tasks.values())
+        self.by_name[request.task] = replace(task, dp_size=dp_size, tail=tail, follows=follows)
 
     def is_follower(self, name: str) -> bool:
         """Whether it draws nothing, and is given what another task is given."""
-        task = self._tasks.get(name)
-        return task is not None and task.follows is not None
+        return self.get(name).follows is not None
 
     def followers(self, name: str) -> list[str]:
         """The tasks that follow this one."""
-        return [task.name for task in self._tasks.values() if task.follows == name]
+        return [task.name for task in self.by_name.values() if task.follows == name]
 
     def samplers(self) -> list[BaseSampler]:
         """Every sampler once."""
-        unique = {id(task.sampler): task.sampler for task in self._tasks.values()}
+        unique = {id(task.sampler): task.sampler for task in self.by_name.values()}
         unique[id(self.default)] = self.default
         return list(unique.values())
 

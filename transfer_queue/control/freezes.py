@@ -19,19 +19,13 @@ class FrozenSamples:
     kept: list[Indexes] = field(default_factory=list)
 
 
-class Freezes:
+class Freezes(list[FrozenSamples]):
     """All freezes. Who has them is known by the calls that hold them."""
-
-    def __init__(self) -> None:
-        self._freezes: list[FrozenSamples] = []
-
-    def begin(self, samples: FrozenSamples) -> None:
-        self._freezes.append(samples)
 
     def end(self, samples: FrozenSamples) -> Indexes:
         """Returns what was cleared since, and may be deleted now."""
-        if samples in self._freezes:
-            self._freezes.remove(samples)
+        if samples in self:
+            self.remove(samples)
         if not samples.kept:
             return np.empty(0, dtype=np.int64)
         kept = np.sort(np.concatenate(samples.kept), kind="stable")  # many times faster than np.unique, which hashes
@@ -39,7 +33,7 @@ class Freezes:
 
     def keep(self, cleared: Indexes) -> Indexes:
         """Return the cleared samples that may lose their values now; ``end`` returns the others."""
-        for freeze in self._freezes:
+        for freeze in self:
             held = cleared < freeze.before
             if held.any():
                 freeze.kept.append(cleared[held])
@@ -48,7 +42,4 @@ class Freezes:
 
     def holds(self, indexes: Indexes) -> npt.NDArray[np.bool_]:
         """Which of the indexes must keep their values."""
-        return indexes < max((freeze.before for freeze in self._freezes), default=0)
-
-    def __bool__(self) -> bool:
-        return bool(self._freezes)
+        return indexes < max((freeze.before for freeze in self), default=0)

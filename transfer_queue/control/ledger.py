@@ -78,7 +78,8 @@ class Ledger:
         self._end = 0  # no rank has drawn this batch or a later one
         self.num_open_samples = 0
         """The number of samples that open batches consume and that aren't cleared."""
-        self._lacks_fields = False  # a fetch waits for fields of an open batch
+        self.lacks_fields = False
+        """A fetch waits for fields of an open batch."""
         self._count = 0
         self.num_resets = 0
 
@@ -133,18 +134,14 @@ class Ledger:
             own.missed.add(key[1])
         self.num_changes += 1
 
-    def lacks_fields(self) -> None:
-        """A fetch waits for fields of an open batch."""
-        self._lacks_fields = True
-
     def waits(self, dp_rank: int | None) -> None:
         """A fetch of this rank that names no batch may wait from now on."""
         self._ranks[dp_rank].waits = True
 
     def samples_changed(self) -> None:
         """Some samples got fields, or were cleared: a fetch that waits for fields may be answered."""
-        self.num_changes += self._lacks_fields
-        self._lacks_fields = False
+        self.num_changes += self.lacks_fields
+        self.lacks_fields = False
 
     def write(
         self, key: BatchKey, indexes: Indexes, consumes: Indexes, padding: npt.NDArray[np.uint8] | None = None,

@@ -159,14 +159,14 @@ def _rows_left(partition: Partition, batches: list[p.Indexes]) -> Rows:
 
 def register_task(state: PlaneState, call: Call, request: p.RegisterTask) -> p.Reply:
     """Say how a task draws. Its waiting fetches are examined again."""
-    before = state.tasks.known(request.task)
+    before = state.tasks.by_name.get(request.task)
     state.tasks.register(request)
     try:
         group_work.registered(state, request.task)
     except BaseException:
-        state.tasks.remove(request.task)
+        del state.tasks.by_name[request.task]
         if before is not None:
-            state.tasks.add(before)
+            state.tasks.by_name[request.task] = before
         raise
     if request.follows is not None:
         following.begin(state, request.task, request.follows)
@@ -226,7 +226,7 @@ def forget_task(state: PlaneState, call: Call, request: p.ForgetTask) -> p.Reply
     for partition in known:
         group_work.reset(state, partition, request.task)
         _clear_again(state, partition)
-    state.tasks.remove(request.task)
+    state.tasks.by_name.pop(request.task, None)
     state.dropped.forget(request.task)
     state.waits.decide(state.fetches_of(request.task), ended)
     return p.Done(request.id, len(known))

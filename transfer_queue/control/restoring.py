@@ -195,14 +195,14 @@ def _restore_tasks(saved: SavedQueue, state: PlaneState, shift: int) -> Tasks:
     """Tasks as they were saved, and those that only this queue knows. Samplers are new objects."""
     default = _restore_sampler(_copy(state.tasks.default), saved.sampler, shift)
     tasks = Tasks(default, state.config.sampler_modules)
-    for task in state.tasks:
+    for task in state.tasks.by_name.values():
         sampler = default if task.sampler is state.tasks.default else _copy(task.sampler)
-        tasks.add(replace(task, sampler=sampler))
+        tasks.by_name[task.name] = replace(task, sampler=sampler)
     for each in saved.tasks:
         sampler = default
         if each.sampler is not None:
             sampler = _restore_sampler(_sampler_of(each, tasks, state), each.sampler, shift)
-        tasks.add(Task(each.name, sampler, each.dp_size, each.tail, each.spec))
+        tasks.by_name[each.name] = Task(each.name, sampler, each.dp_size, each.tail, each.spec)
     return tasks
 
 

@@ -45,7 +45,7 @@ class Schema:
         self._fields: dict[str, _Field | None] = {}
         self._declared: dict[str, DeclaredField] = {}
         self.counts: dict[str, int] = {}
-        """By field, the number of samples that have it."""
+        """By field that was written or is expected, the number of samples that have it."""
 
     @property
     def names(self) -> list[str]:
@@ -84,10 +84,6 @@ class Schema:
         for name, declared in fields.items():
             self._declared[name] = declared
             self.expect(name)
-
-    def knows(self, name: str) -> bool:
-        """Whether the field was written or expected."""
-        return name in self._fields
 
     def expect(self, name: str) -> None:
         """Register a field that has no values yet."""

@@ -118,7 +118,7 @@ class Taken(Holding):
 
 
 class Reading(Holding):
-    """A batch without ledger entry, which is kept until its client has read it."""
+    """A batch without ledger entry, which is kept until its client has read it. Its values come with it."""
 
     __slots__ = ("_packed", "serial", "task")
 
@@ -135,15 +135,9 @@ class Reading(Holding):
 
 
 class Unread(Reading):
-    """Its values are still to be read."""
+    """Its values come after it."""
 
     until = Until.DONE
-    __slots__ = ()
-
-
-class Arriving(Reading):
-    """Its values came with it: it has been read once it was received."""
-
     __slots__ = ()
 
 
@@ -248,7 +242,7 @@ class ServedFetch:
         if batch.batch_index is not None:
             return [Taken(state, self, (self._rank, batch.batch_index), batch.token)]
         taken: Holding = Taken(state, self, None, None)
-        kind = Arriving if self._fetch.with_values and batch.lies_in_front else Unread
+        kind = Reading if self._fetch.with_values and batch.lies_in_front else Unread
         return [taken, kind(self, batch.indexes)]
 
     def _missed_by_tail(self, batch_index: int | None) -> bool:
@@ -366,7 +360,7 @@ class ServedFetch:
         skip = self._fetch.skip  # rows that may be cleared
         left = self._left_of(entry.indexes[skip:] if skip else entry.indexes)
         if not all_of(self.partition.schema.complete(left.rows, self._fetch.fields)):
-            self.consumer.ledger.lacks_fields()
+            self.consumer.ledger.lacks_fields = True
             return None
         if skip:
             consumed = left.rows[np.isin(left.indexes, entry.consumes)]
@@ -486,7 +480,8 @@ def describe(request_id: int, partition: Partition, indexes: Indexes, fields: li
     schema = partition.schema
     status = schema.complete(rows, fields)
     heads, versions = (None, {}) if partition.groups is None else partition.groups.described(rows)
+    specs = {name: schema.spec(name, rows) for name in fields if name in schema.counts}
     return Batch(
-        request_id, partition.name, pack_indexes(indexes), {n: schema.spec(n, rows) for n in fields if schema.knows(n)},
-        status.tobytes(), partition.tags.of(indexes, rows), heads=heads, versions=versions,
+        request_id, partition.name, pack_indexes(indexes), specs, status.tobytes(), partition.tags.of(indexes, rows),
+        heads=heads, versions=versions,
     )  # fmt: skip

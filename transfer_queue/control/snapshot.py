@@ -50,7 +50,8 @@ class Snapshot:
         """
         self._head = SavedQueue(
             FORMAT, state.allocator.next_index, state.incarnations, [],
-            [_save_task(each, state.tasks.default) for each in state.tasks if task is None and each.follows is None],
+            [_save_task(each, state.tasks.default) for each in state.tasks.by_name.values()
+             if task is None and each.follows is None],
             save_sampler(state.tasks.default) if task is None else SavedSampler("", {}),
             dict(state.leases.versions), state.leases.next_token,
         )  # fmt: skip
