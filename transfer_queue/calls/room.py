@@ -358,7 +358,7 @@ class Calls:
 
     def next_deadline(self) -> float | None:
         """When ``expire`` has work: minus infinity for at once, None for never."""
-        if self._jobs or not self.waits.is_at_rest:
+        if self._jobs or self.waits.active:
             return -float("inf")
         deadline = self.waits.next_deadline()
         if not self._timers:

@@ -127,7 +127,8 @@ class Waits:
         self._under: dict[Name, dict[Name, None]] = {}  # queues by each beginning of their names
         self._by_key: dict[Hashable, dict[Wait, None]] = {}
         self._deadlines: list[tuple[float, int, Wait]] = []
-        self._active: dict[Name, None] = {}  # queues in which something may be due
+        self.active: dict[Name, None] = {}
+        """Queues in which something may be due; none of them: all waits are at rest."""
         self._arrivals = itertools.count(1)
         self.count = 0
         """The number of all waits."""
@@ -160,7 +161,7 @@ class Waits:
             wait.due = False
             self.examine(wait)
         if queue.room is not None:
-            self._active[wait.queue] = None
+            self.active[wait.queue] = None
 
     def remove(self, wait: Wait) -> None:
         """It was answered, or is not needed any more. The next one of its queue may have its turn."""
@@ -173,12 +174,12 @@ class Waits:
             self._drop(self._by_key, key, wait)
         if not queue.waits:
             del self._queues[wait.queue]
-            self._active.pop(wait.queue, None)
+            self.active.pop(wait.queue, None)
             for end in range(1, len(wait.queue) + 1):
                 self._drop(self._under, wait.queue[:end], wait.queue)
         elif at == 0 or queue.room is not None:
             queue.first_changed()
-            self._active[wait.queue] = None
+            self.active[wait.queue] = None
 
     @staticmethod
     def _drop(table: dict[Any, dict[Any, None]], key: Hashable, member: Any) -> None:
@@ -193,7 +194,7 @@ class Waits:
         """In the queues whose names begin so, those that may have their turn are examined."""
         for name in self._under.get(group, ()):
             self._queues[name].first_changed()
-            self._active[name] = None
+            self.active[name] = None
 
     def wake(self, group: Name) -> None:
         """All waits of the queues whose names begin so are examined."""
@@ -209,12 +210,12 @@ class Waits:
     def examine(self, wait: Wait) -> None:
         """This wait is examined in this turn or a later one."""
         self._queues[wait.queue].add_due(wait)
-        self._active[wait.queue] = None
+        self.active[wait.queue] = None
 
     def resize(self, wait: Wait, size: int) -> None:
         """It takes so much room now."""
         wait.size = size
-        self._active[wait.queue] = None
+        self.active[wait.queue] = None
 
     def decide(self, waits: Iterable[Wait], answer: Decide) -> None:
         """They get this answer."""
@@ -232,21 +233,17 @@ class Waits:
 
     def next(self) -> tuple[Wait, bool] | None:
         """The next wait to be examined, of each queue in turn, and whether it has its turn. None: all are at rest."""
-        while self._active:
-            name = next(iter(self._active))
-            del self._active[name]
+        while self.active:
+            name = next(iter(self.active))
+            del self.active[name]
             queue = self._queues.get(name)
             found = None if queue is None else queue.next()
             if found is not None:
-                self._active[name] = None
+                self.active[name] = None
                 return found
         return None
 
     # ---- questions ----
-
-    @property
-    def is_at_rest(self) -> bool:
-        return not self._active
 
     def next_deadline(self) -> float | None:
         while self._deadlines and self._deadlines[0][2].done:

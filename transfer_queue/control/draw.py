@@ -65,9 +65,8 @@ class Task:
 
     def needed(self, fetch: Fetch) -> int:
         """The number of ready samples for a round of this fetch, for all ranks together."""
-        dp_size = self.size_for(fetch) or 1
         with foreign(self.sampler, self.name):
-            return self.sampler.samples_needed(fetch.batch_size, dp_size)
+            return self.sampler.samples_needed(fetch.batch_size, self.size_of_round(fetch) or 1)
 
     def tail_policy(self, dp_size: int | None) -> str:
         """The registered policy. By default one consumer loses nothing, and no rank is left alone in a collective."""

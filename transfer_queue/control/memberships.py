@@ -73,7 +73,7 @@ def list_units(state: PlaneState, call: Call, request: p.ListUnits) -> p.Reply |
     def answer(wait: Wait | None, has_turn: bool) -> p.Reply | None:
         if request.known == state.units.version and not (wait and wait.late):
             return None
-        return p.Units(request.id, state.units.version, state.units.infos())
+        return p.Units(request.id, state.units.version, list(state.units.by_number.values()))
 
     return answer(None, True) or Wait(_UNITS, state.calls.now + request.wait_s, answer)
 
@@ -83,7 +83,7 @@ def watch_run(state: PlaneState, call: Call, request: p.WatchRun) -> p.Reply | W
     runs, run = state.runs, request.run
 
     def answer(wait: Wait | None, has_turn: bool) -> p.Reply | None:
-        lost = runs.lost(run)
+        lost = runs.lost.get(run)
         is_over = lost is not None or not runs.has(call.client, run) or (wait is not None and wait.late)
         return p.Done(request.id, lost) if is_over else None
 

@@ -167,7 +167,7 @@ def stats(state: PlaneState, call: Call, request: p.GetStats) -> p.Reply:
             "producers": state.producers.by_field(now),
             "lost_producers": state.producers.lost_by_field(now),
             "clients": _clients(state),
-            "storage_units": [msgspec.structs.asdict(unit) for unit in state.units.infos()],
+            "storage_units": [msgspec.structs.asdict(unit) for unit in state.units.by_number.values()],
             "lost_units": list(state.units.lost.values()),
         },
     )

@@ -289,13 +289,10 @@ class Schema:
             return FieldSpec(field.dtypes[0], field.shape, field.is_nested, field.is_non_tensor, shapes, units=units)
         numbers = self._table.column(_dtypes(name))[rows]
         dtype = field.dtypes[int(numbers[0]) if len(numbers) else 0]
-        if len(numbers) and (numbers != numbers[0]).any():
-            return FieldSpec(
-                dtype, field.shape, field.is_nested, False, shapes, list(field.dtypes), numbers.tobytes(), units
-            )
-        if dtype is None:
+        row_dtypes = numbers.tobytes() if len(numbers) and (numbers != numbers[0]).any() else None
+        if dtype is None and row_dtypes is None:
             return FieldSpec(None, None, is_non_tensor=True, dtypes=list(field.dtypes), units=units)
-        return FieldSpec(dtype, field.shape, field.is_nested, False, shapes, list(field.dtypes), units=units)
+        return FieldSpec(dtype, field.shape, field.is_nested, False, shapes, list(field.dtypes), row_dtypes, units)
 
 
 def _has(name: str) -> str:
