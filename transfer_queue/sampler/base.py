@@ -186,7 +186,9 @@ class BaseSampler(ABC):
         pair = self._states.get(partition_id, {}).get(task_name, {}).get(dp_rank, {}).get(batch_index)
         return None if pair is None else (list(pair[0]), list(pair[1]))
 
-    def _remember(self, partition_id: str, task_name: str, dp_rank: int, batch_index: int, sampled: list[int]) -> None:
+    def _remember(
+        self, partition_id: str, task_name: str, dp_rank: int | None, batch_index: int, sampled: list[int]
+    ) -> None:
         # Copies, here and in _recall: a caller that changes its list must not change the memory.
         ranks = self._states.setdefault(partition_id, {}).setdefault(task_name, {})
         ranks.setdefault(dp_rank, {})[batch_index] = (list(sampled), list(sampled))
@@ -205,6 +207,14 @@ class RoundSampler(BaseSampler):
 
         A round that doesn't exist yet must be cheap to refuse, because this is called after every change.
         """
+
+    def _share(self, wanted: Round, rank: int, task_name: str, partition_id: str) -> Picked:
+        """One rank's share of a round. The first rank to ask draws for all, and their shares are remembered."""
+        batch = wanted.batch_index or 0
+        if self._recall(partition_id, task_name, rank, batch) is None:
+            for each, share in zip(wanted.ranks, self.round(wanted), strict=False):
+                self._remember(partition_id, task_name, each, batch, share)
+        return self._recall(partition_id, task_name, rank, batch) or ([], [])
 
 
 def dealt(indexes: list[int], size: int) -> list[list[int]]:

@@ -73,18 +73,11 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         self._check_ranks(dp_size)
         if rank >= self.dp_size:
             return [], []
-        batch = batch_index or 0
-        cached = self._recall(partition_id, task_name, rank, batch)
-        if cached is not None:
-            return cached
-        # ``batch_size`` must be a multiple per rank, otherwise groups couldn't be dealt out equally.
-        self._check_multiple(batch_size)
-        groups = self._groups(ready_indexes, batch_size * self.dp_size, partition)
-        for each, share in enumerate(self._split(groups, partition) if groups else ()):
-            self._remember(partition_id, task_name, each, batch, share)
-        return self._recall(partition_id, task_name, rank, batch) or ([], [])
+        wanted = Round(ready_indexes, batch_size, tuple(range(self.dp_size)), batch_index, partition)
+        return self._share(wanted, rank, task_name, partition_id)
 
     def round(self, wanted: Round) -> list[list[int]]:
+        # ``batch_size`` must be a multiple per rank, otherwise groups couldn't be dealt out equally.
         self._check_multiple(wanted.batch_size)
         groups = self._groups(wanted.ready, wanted.batch_size * self.dp_size, wanted.partition)
         return self._split(groups, wanted.partition) if groups else []

@@ -62,19 +62,13 @@ class TokenBudgetSampler(RoundSampler):
         rank = self._rank(dp_rank, num_ranks)
         if num_ranks is not None and rank >= num_ranks:
             raise SamplerError(f"dp_rank {rank} is outside 0..{num_ranks - 1}: the task has dp_size {num_ranks}.")
+        ranks = (rank,) if num_ranks is None else tuple(range(num_ranks))
+        wanted = Round(in_index_order(ready_indexes), batch_size, ranks, batch_index, partition)
+        if len(ranks) > 1 or None not in (dp_rank, batch_index):
+            return self._share(wanted, rank, task_name, partition_id)
         # A single rank without batch numbers remembers nothing, or it would get the same batch forever.
-        remembers = (num_ranks or 1) > 1 or None not in (dp_rank, batch_index)
-        batch = batch_index or 0
-        if remembers and (cached := self._recall(partition_id, task_name, rank, batch)) is not None:
-            return cached
-        shares = self._draw(in_index_order(ready_indexes), batch_size, num_ranks or 1, partition)
-        if not shares:
-            return [], []
-        by_rank = {rank: shares[0]} if num_ranks is None else dict(enumerate(shares))
-        if remembers:
-            for each, share in by_rank.items():
-                self._remember(partition_id, task_name, each, batch, share)
-        return list(by_rank[rank]), list(by_rank[rank])
+        sampled = next(iter(self.round(wanted)), [])
+        return sampled, list(sampled)
 
     def round(self, wanted: Round) -> list[list[int]]:
         return self._draw(wanted.ready, wanted.batch_size, len(wanted.ranks), wanted.partition)
