@@ -154,12 +154,8 @@ def stats(state: PlaneState, call: Call, request: p.GetStats) -> p.Reply:
         at += 1
     if at < len(partitions):
         page["more"] = partitions[at - 1].serial
-    if request.after:
-        return p.Done(request.id, page)
-    return p.Done(
-        request.id,
-        {
-            **page,
+    if not request.after:
+        page |= {
             "waiting": _waiting(state, now),
             "capacity": state.config.capacity,
             "next_index": state.allocator.next_index,
@@ -169,8 +165,8 @@ def stats(state: PlaneState, call: Call, request: p.GetStats) -> p.Reply:
             "clients": _clients(state),
             "storage_units": [msgspec.structs.asdict(unit) for unit in state.units.by_number.values()],
             "lost_units": list(state.units.lost.values()),
-        },
-    )
+        }
+    return p.Done(request.id, page)
 
 
 def _clients(state: PlaneState) -> dict[str, dict[str, int]]:

@@ -100,13 +100,12 @@ class Schema:
 
     def complete(self, rows: Rows, names: Iterable[str]) -> npt.NDArray[np.bool_]:
         """[len(rows)] Which of these rows have all the named fields."""
-        result: npt.NDArray[np.bool_] | None = None
+        result = np.ones(len(rows), dtype=np.bool_)
         for name in names:
             if name not in self._fields:
                 return np.zeros(len(rows), dtype=np.bool_)
-            has = self._table.column(_has(name))[rows]
-            result = has if result is None else result & has
-        return np.ones(len(rows), dtype=np.bool_) if result is None else result
+            result &= self._table.column(_has(name))[rows]
+        return result
 
     def fields_of(self, rows: Rows) -> list[str]:
         """Written fields that every one of the rows has."""
