@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from transfer_queue import protocol as p
 from transfer_queue.calls import MORE, PAGE, Call, More, Wait
-from transfer_queue.control.filtered import FilteredSet
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.queries import published_keys
 from transfer_queue.control.ready import ReadySet
@@ -31,7 +30,7 @@ def wait_for_keys(state: PlaneState, call: Call, request: KeyWait) -> Wait:
         partition = state.partitions.get(request.partition)
         matching = None if partition is None else partition.listed.matching(request.where)
         if partition is not None and matching is not None:
-            if isinstance(matching, FilteredSet) and not matching.finish(state.calls.turn):
+            if not matching.finish(state.calls.turn):
                 return MORE
             if matching.count >= request.count:
                 return _first_page(request, partition, matching)

@@ -228,8 +228,7 @@ class ServedFetch:
 
     def finish_comparing(self) -> bool:
         """Compare ready samples with the filter, as far as this turn allows. False: some are left."""
-        ready = self.ready() if self._fetch.where is not None else None
-        return not isinstance(ready, FilteredSet) or ready.finish(self._turn)
+        return self._fetch.where is None or self.ready().finish(self._turn)
 
     def _num_unmatched(self, ready: ReadySet) -> int:
         """Samples that would be ready without the filter."""
