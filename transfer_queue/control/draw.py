@@ -218,9 +218,10 @@ class Draw:
     def shares(self) -> list[Share] | None:
         """A share per rank; None if there are not enough samples for all ranks yet. It marks nothing."""
         with foreign(self.sampler, self.consumer.task):  # it may call functions of its user
+            has_enough = self.ready.count >= self.sampler.samples_needed(self.batch_size, self.dp_size or 1)
             if self.sampler_args or not _draws_rounds(type(self.sampler)) or self._remembers():
-                return self._by_rank()
-            return self._round()
+                return self._by_rank() if has_enough or self._is_cached() else None
+            return self._round() if has_enough else None
 
     def _remembers(self) -> bool:
         """Whether the sampler has some memory of this task."""
@@ -232,8 +233,6 @@ class Draw:
         if isinstance(sampler, GroupSampler) and self.partition.groups is None:
             return None
         column = self.partition.table.column("index")
-        if self.ready.count < sampler.samples_needed(self.batch_size, self.dp_size or 1):
-            return None
         view = ReadyView(self.ready, column)
         wanted = Round(view, self.batch_size, self.ranks, self.batch_index, self._seen)
         batches: list[list[int]] = sampler.round(wanted)
@@ -248,8 +247,6 @@ class Draw:
     def _by_rank(self) -> list[Share] | None:
         """Ask the sampler for one rank after the other."""
         ready = self.ready
-        if ready.count < self.sampler.samples_needed(self.batch_size, self.dp_size or 1) and not self._is_cached():
-            return None
         taken: list[Share] = []
         try:
             for rank in self.ranks:
@@ -365,11 +362,8 @@ class Draw:
         left = left[:total]
         filled = np.resize(left, total)
         padding = (np.arange(total) >= len(left)).astype(np.uint8)
-        size = self.batch_size
         shares = []
-        for start in range(0, total, size):
-            own = filled[start : start + size]
-            mask = padding[start : start + size]
+        for own, mask in zip(np.split(filled, len(self.ranks)), np.split(padding, len(self.ranks)), strict=True):
             rows = self.partition.rows_of(own)
             shares.append(Share(own, rows, rows[mask == 0], mask if mask.any() else None))
         return shares

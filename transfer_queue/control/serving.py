@@ -347,10 +347,10 @@ class ServedFetch:
         """The readers that share a pass: all ranks if rounds are drawn, else a rank's own readers."""
         return self._rank if self._dp_size is None else _ALL_RANKS
 
-    def _is_past_end(self, batch_index: int | None) -> bool:
+    def _is_past_end(self, batch_index: int) -> bool:
         """Checked before the ledger, because a reader of the next pass may have drawn this batch already."""
         start = self._fetch.pass_start
-        if not self._fetch.finite or start is None or batch_index is None:
+        if not self._fetch.finite or start is None:
             return False
         return self.consumer.is_past_end(self._readers(), start, batch_index)
 
