@@ -27,7 +27,6 @@ class Freezing(Holding):
     """A freeze under way."""
 
     until = Until.DONE
-    __slots__ = ("_samples", "_state", "snapshot")
 
     def __init__(self, state: PlaneState, snapshot: Snapshot) -> None:
         self._state, self.snapshot = state, snapshot
@@ -49,7 +48,6 @@ class Staged(Holding):
     """Samples whose values the client stores for a restore. ``indexes`` ascend."""
 
     until = Until.DONE
-    __slots__ = ("_state", "indexes")
 
     def __init__(self, state: PlaneState, indexes: p.Indexes) -> None:
         self._state, self.indexes = state, indexes
@@ -105,7 +103,6 @@ class Restoring(Holding):
     """A restore whose parts are being received."""
 
     until = Until.DONE
-    __slots__ = ("_client", "_free_from", "_restored", "_shift", "_state", "_used", "num_parts")
 
     def __init__(self, state: PlaneState, client: str, shift: int) -> None:
         self._state, self._client, self._shift, self.num_parts = state, client, shift, 0

@@ -55,8 +55,6 @@ def _hear_of_trained(
 class _Reader:
     """One fetch until it is answered."""
 
-    __slots__ = ("_call", "_fetch", "_line", "_ready", "_state")
-
     def __init__(self, state: PlaneState, call: Call, request: p.Fetch) -> None:
         self._state, self._call, self._fetch = state, call, request
         self._line: Name = (FETCHES, request.partition, request.task, request.where)

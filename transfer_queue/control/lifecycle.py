@@ -67,8 +67,6 @@ def set_tags(state: PlaneState, call: Call, request: p.SetTags) -> p.Reply:
 class Clearing(Holding):
     """Samples that were cleared. The caller deletes their values; if it never gets the answer, the plane does."""
 
-    __slots__ = ("_indexes", "_state")
-
     def __init__(self, state: PlaneState, indexes: p.Indexes) -> None:
         self._state, self._indexes = state, indexes
 

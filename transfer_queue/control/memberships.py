@@ -16,7 +16,6 @@ class _Unit(Holding):
     """A storage unit is there."""
 
     until = Until.SESSION
-    __slots__ = ("_number", "_state")
 
     def __init__(self, state: PlaneState, number: int) -> None:
         self._state, self._number = state, number
@@ -36,7 +35,6 @@ class _RunMember(Holding):
     """A process is a member of a run."""
 
     until = Until.SESSION
-    __slots__ = ("_client", "_state", "run")
 
     def __init__(self, state: PlaneState, client: str, run: str) -> None:
         self._state, self._client, self.run = state, client, run

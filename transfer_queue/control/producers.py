@@ -28,7 +28,6 @@ class _Producing(Holding):
     """A session is a living producer of a field until it ends. ``published``: it has published the field."""
 
     until = Until.SESSION
-    __slots__ = ("_client", "_name", "_producers", "published")
 
     def __init__(self, producers: Producers, name: str, client: str) -> None:
         self._producers, self._name, self._client = producers, name, client

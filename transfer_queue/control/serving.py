@@ -76,8 +76,6 @@ class Taken(Holding):
     If its client never gets it, it is given again.
     """
 
-    __slots__ = ("_num_resets", "_partition", "_state", "_token", "batch", "consumer", "drawn")
-
     def __init__(self, state: PlaneState, served: ServedFetch, batch: BatchKey | None, token: str | None) -> None:
         self._state, self._partition = state, served.partition.name
         self.consumer = served.consumer  # the object itself, because the task may be deleted and created again
@@ -120,8 +118,6 @@ class Taken(Holding):
 class Reading(Holding):
     """A batch without ledger entry, which is kept until its client has read it. Its values come with it."""
 
-    __slots__ = ("_packed", "serial", "task")
-
     def __init__(self, served: ServedFetch, packed: bytes) -> None:
         self._packed, self.serial, self.task = packed, served.partition.serial, served.consumer.task
 
@@ -138,7 +134,6 @@ class Unread(Reading):
     """Its values come after it."""
 
     until = Until.DONE
-    __slots__ = ()
 
 
 class _Left(NamedTuple):

@@ -125,11 +125,6 @@ def planned(partitions: Iterable[FrozenPartition]) -> Iterator[list[Section]]:
 class FrozenPartition:
     """One partition as it was at the freeze. It is read where it lies until it changes."""
 
-    __slots__ = (
-        "_changed", "_consumers", "_gone", "_head", "_now", "_num_sections", "_partition", "_schema", "_table",
-        "_tasks", "_wanted",
-    )  # fmt: skip
-
     def __init__(
         self, partition: Partition, now: float, tasks: Iterable[str] | None = None, wanted: Indexes | None = None
     ) -> None:

@@ -32,7 +32,6 @@ class Reservation(Holding):
     """Samples of a write under way. Nobody else knows their indexes, unless they are ``keyed``."""
 
     until = Until.DONE
-    __slots__ = ("_state", "indexes", "keyed", "partition", "serial")
 
     def __init__(self, state: PlaneState, partition: Partition, indexes: p.Indexes, keyed: bool = False) -> None:
         self._state, self.partition, self.serial, self.indexes = state, partition.name, partition.serial, indexes
@@ -67,7 +66,6 @@ class Permit(Holding):
     """
 
     until = Until.DONE
-    __slots__ = ("_state", "request", "write")
 
     def __init__(self, state: PlaneState, write: tuple[str, int], request: Rewrite) -> None:
         """``write``: client and first call."""
@@ -94,7 +92,6 @@ class Committing(Permit):
     """A write to samples that exist is published, and its client commits the values."""
 
     until = Until.RECEIVED
-    __slots__ = ()
 
     def undo(self) -> bool:
         self._end_write(True)
@@ -105,7 +102,6 @@ class NewSamples(Holding):
     """Samples with their values, as a put leaves them. If its session ends, they stay."""
 
     outlives_session = True
-    __slots__ = ("_indexes", "_num_rewrites", "_partition", "_serial", "_state")
 
     def __init__(self, state: PlaneState, partition: Partition, indexes: p.Indexes) -> None:
         self._state, self._partition, self._serial = state, partition.name, partition.serial
@@ -124,8 +120,6 @@ class NewSamples(Holding):
 
 class Insertion(Holding):
     """New samples without values."""
-
-    __slots__ = ("_indexes", "_partition", "_serial", "_state")
 
     def __init__(self, state: PlaneState, partition: Partition, indexes: p.Indexes) -> None:
         self._state, self._partition, self._serial, self._indexes = state, partition.name, partition.serial, indexes
