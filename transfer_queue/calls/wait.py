@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -62,29 +62,23 @@ class Wait:
     """The call."""
 
 
-_Due = list[tuple[tuple[float, int], Wait]]
-_FRONT = (-math.inf, 0)
-
-
 class _Queue:
     """Waits by rank. ``room``: how much is free, for a queue with sizes.
 
-    Those that are due are examined from front to back. One that is woken again behind the cursor has to wait for the
-    next pass, so that the last ones get their turn whatever happens meanwhile.
+    Those that are due are examined as they were woken. One that is woken again is behind all others that are due, so
+    that the last ones get their turn whatever happens meanwhile.
     """
 
     def __init__(self, room: Callable[[], int] | None, make_room: Callable[[], bool] | None) -> None:
         self.waits: list[Wait] = []
         self.room = room
         self._make_room = make_room
-        self._due: _Due = []
-        self._next_pass: _Due = []
-        self._cursor = _FRONT
+        self._due: deque[Wait] = deque()
 
     def add_due(self, wait: Wait) -> None:
         if not wait.due:
             wait.due = True
-            heapq.heappush(self._due if wait.rank > self._cursor else self._next_pass, (wait.rank, wait))
+            self._due.append(wait)
 
     def first_changed(self) -> None:
         """Another wait may have its turn now. With sizes, that is looked for whenever nothing is due."""
@@ -93,14 +87,11 @@ class _Queue:
 
     def next(self) -> tuple[Wait, bool] | None:
         """The next wait to be examined, and whether it has its turn."""
-        while self._due or self._next_pass:
-            if not self._due:
-                self._due, self._next_pass = self._next_pass, self._due
-            wait = heapq.heappop(self._due)[1]
+        while self._due:
+            wait = self._due.popleft()
             if not wait.done:
-                wait.due, self._cursor = False, wait.rank
+                wait.due = False
                 return wait, self.room is None and self.waits[0] is wait
-        self._cursor = _FRONT
         return None if self.room is None else self._fitting(self.room)
 
     def _fitting(self, room: Callable[[], int]) -> tuple[Wait, bool] | None:
