@@ -112,7 +112,7 @@ def planned(partitions: Iterable[FrozenPartition]) -> Iterator[list[Section]]:
     room = ROWS
     for partition in partitions:
         count = partition.num_sections()
-        cost = _PARTITION + (ROWS if count > 1 else partition.num_rows)
+        cost = _PARTITION + (ROWS if count > 1 else partition.table.size)
         for number in range(count):
             if group and cost > room:
                 yield group
@@ -131,7 +131,7 @@ class FrozenPartition:
         """``tasks``, ``wanted``: those of its tasks and samples that are saved; None: all."""
         self._partition, self._now, self._wanted = partition, now, wanted
         self._tasks = partition.consumers.keys() if tasks is None else tasks
-        self._table, self._schema = partition.table, partition.schema
+        self.table, self._schema = partition.table, partition.schema
         self._gone: dict[int, str] = {}
         self._changed: dict[int, bytes | None] = {}
         self._head: SavedPartition | None = None
@@ -139,19 +139,11 @@ class FrozenPartition:
         self._num_sections = 0
         partition.table.copies.append(self._copy)
 
-    @property
-    def num_rows(self) -> int:
-        return self._table.size
-
     def num_sections(self) -> int:
-        """Into how many it is cut. It has one at least."""
-        if not self._num_sections:
-            self._look()
-        return self._num_sections
-
-    def _look(self) -> None:
-        """Keep what is not in columns. Nothing of it has changed since the freeze."""
-        partition, last, state = self._partition, self._partition.last_published, self._table.column("state")
+        """Into how many it is cut. It has one at least. What is not in columns is kept when this is asked first."""
+        if self._num_sections:
+            return self._num_sections
+        partition, last, state = self._partition, self._partition.last_published, self.table.column("state")
         self._consumers = [_FrozenConsumer(partition.consumers[name]) for name in self._tasks]
         missing = 0 if partition.sealed else int(np.count_nonzero(state == RowState.RESERVED_FREE))
         self._head = SavedPartition(
@@ -162,18 +154,19 @@ class FrozenPartition:
             num_heads=partition.num_heads,
         )  # fmt: skip
         cuts = (-(-len(each.entries) // BATCHES) for each in self._consumers)
-        self._num_sections = max(1, -(-self._table.size // ROWS), *cuts)
+        self._num_sections = max(1, -(-self.table.size // ROWS), *cuts)
+        return self._num_sections
 
     def _copy(self) -> None:
         """The partition is about to change."""
         self.num_sections()
-        self._table = self._table.frozen()
-        self._schema = self._schema.frozen(self._table)
+        self.table = self.table.frozen()
+        self._schema = self._schema.frozen(self.table)
         self._partition.keys.watches[self], self._partition.tags.watches[self] = self._gone, self._changed
 
     def save(self, number: int) -> SavedPartition:
         """One section; the last one ends the freeze of this partition."""
-        table, start, head = self._table, number * ROWS, self._head
+        table, start, head = self.table, number * ROWS, self._head
         assert head is not None, "a partition is planned before it is saved"
         rows = _SAVED[table.column("state")[start : start + ROWS]].nonzero()[0] + start
         if self._wanted is not None:
@@ -205,7 +198,7 @@ class FrozenPartition:
         copies = self._partition.table.copies
         if copies and self._copy in copies:
             copies.remove(self._copy)
-        self._table, self._schema = self._partition.table, self._partition.schema
+        self.table, self._schema = self._partition.table, self._partition.schema
         self._head, self._consumers = None, []  # here, because all at once in the end would take long
         self._partition.keys.watches.pop(self, None)
         self._partition.tags.watches.pop(self, None)
