@@ -67,10 +67,8 @@ class RankAwareSampler(RoundSampler):
         config = sampling_config or {}
         if not any(name.startswith(_REPLICA_PREFIX) for name in config):
             return super().has_cached_result(partition_id, task_name, config)
-        if (partition_id, task_name) not in self._replica_tasks:
-            return False
         group, rank, _ = _replica(config)
-        return bool(self._states[partition_id][task_name].get(group, {}).get(rank))
+        return bool(self._states.get(partition_id, {}).get(task_name, {}).get(group, {}).get(rank))
 
     def forget(self, partition_id: str, task_name: str, batch_index: int | None) -> None:
         if (partition_id, task_name) not in self._replica_tasks:  # replica batches are removed when read
