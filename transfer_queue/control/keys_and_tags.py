@@ -167,6 +167,10 @@ class TagStore(Mapping[int, Tags]):
         found: list[bytes | None] = self._table.column(_COLUMN)[rows].tolist()
         return found
 
+    def has_any(self) -> bool:
+        """Whether any sample has had tags."""
+        return self._table.has_column(_COLUMN)
+
     def freeing(self) -> Iterator[None]:
         """Frees the tags of a deleted partition, a piece at a time."""
         if self._table.has_column(_COLUMN):

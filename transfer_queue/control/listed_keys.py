@@ -108,7 +108,8 @@ class ListedKeys:
     def _all_listed(self) -> npt.NDArray[np.bool_]:
         if not self._table.has_column(_COLUMN):
             return np.zeros(self._table.size, dtype=np.bool_)
-        return PUBLISHED[self._table.column("state")] & self._table.column(_COLUMN)
+        listed: npt.NDArray[np.bool_] = PUBLISHED[self._table.column("state")] & self._table.column(_COLUMN)
+        return listed
 
     def rebuild(self) -> None:
         """Row numbers changed: compare with the filters anew at their next use."""

@@ -165,7 +165,7 @@ class PlaneState:
 
     def discard(self, partition: Partition) -> None:
         """Free a deleted partition. Many keys and tags are freed in pieces, so that no client waits for it."""
-        if partition.table.size > PIECE:
+        if partition.table.size > PIECE and (len(partition.keys) or partition.tags.has_any()):
             self._discarded.append(partition)
             self.tidy()
 

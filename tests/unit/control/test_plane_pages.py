@@ -130,7 +130,7 @@ def test_a_forgotten_task_holds_no_samples(make_plane):
     own, told = send(plane, ACTOR, p.ForgetTask, "mispelt")
     assert (own.reply.value, told) == (1, (CRITIC, p.Ended(told.reply.id, "cleared")))
     assert ask(plane, ACTOR, p.ForgetTask, "mispelt").value == 0
-    assert list(plane.state.tasks) == []
+    assert plane.state.tasks.by_name == {}
     assert not [name for name in plane.state.partitions["p"].table._columns if "mispelt" in name]
     assert clear_consumed(plane, "train") == [0, 1]
 
