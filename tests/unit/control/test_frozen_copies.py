@@ -27,7 +27,7 @@ def test_a_frozen_state_keeps_nothing_aside_once_it_is_read(plane, how):
     frozen = ask(plane, SAVER, p.Freeze)
     partition = plane.state.partitions["p"]
     seal(plane)
-    assert (len(partition.keys._watches), len(partition.tags._watches)) == (1, 1)
+    assert (len(partition.keys.watches), len(partition.tags.watches)) == (1, 1)
     if how == "read":
         rest_of(plane, frozen)
     elif how == "thaw":
