@@ -33,7 +33,6 @@ class Holding:
     until: ClassVar[Until] = Until.RECEIVED
     outlives_session: ClassVar[bool] = False
     """Whether it is kept rather than undone if the session ends while it is held: its client may have the answer."""
-    __slots__ = ()
 
     def keep(self) -> None:
         """Its time is over, and what was done stays."""
@@ -53,8 +52,6 @@ class Holding:
 
 class Effect(Holding):
     """The answer itself, kept so that a retry gets the same one. What was done stays, whatever becomes of the call."""
-
-    __slots__ = ()
 
     def undo(self) -> bool:
         return False

@@ -8,8 +8,10 @@ cancel, a lost connection and a death differ only in which waits and holdings th
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -28,12 +30,14 @@ _REMEMBERED = 1024
 """Sessions that have ended and are still refused."""
 
 
+@dataclass(slots=True, eq=False)
 class _Session:
-    __slots__ = ("calls", "holdings")
+    calls: dict[int, Call] = field(default_factory=dict)
+    holdings: list[Holding] = field(default_factory=list)
 
-    def __init__(self) -> None:
-        self.calls: dict[int, Call] = {}
-        self.holdings: list[Holding] = []
+
+_NOBODY = _Session()
+"""Stands for sessions that hold nothing."""
 
 
 class Calls:
@@ -52,7 +56,7 @@ class Calls:
         self._ended: dict[str, None] = {}
         self._jobs: deque[Job | Call] = deque()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._num_timers = 0
+        self._timer_numbers = itertools.count()
         self._answers: list[Answer] = []
 
     # ---- requests ----
@@ -64,8 +68,7 @@ class Calls:
         """
         self.now = now
         self.turn.begin()
-        session = self._sessions.get(call.client)
-        known = None if session is None else session.calls.get(call.number)
+        known = self._sessions.get(call.client, _NOBODY).calls.get(call.number)
         if known is None or not self._is_known(known, call):
             self._begin(call)
         return self.work()
@@ -81,10 +84,11 @@ class Calls:
         elif call.kind in self.steps and not known.is_under_way:
             return False
         else:
-            self._answers.append(Answer(call, call.request, call.envelope, _failed(call, ProtocolError(
+            refused = ProtocolError(
                 f"call {call.number} was {known.kind.__name__} before, now it is "
                 f"{call.kind.__name__}. Numbers of calls are never used again."
-            ))))  # fmt: skip
+            )
+            self._answers.append(Answer(call, call.request, call.envelope, self.failed(call, refused)))
         return True
 
     def _begin(self, call: Call) -> None:
@@ -109,7 +113,7 @@ class Calls:
         """The error as the call's answer. One that no client caused is a fault."""
         if not isinstance(error, TransferQueueError):
             self.faults.append(error)
-        return _failed(call, error)
+        return Failed(call.number, *to_wire(error))
 
     def _park(self, call: Call, wait: Wait) -> None:
         self._register(call).wait = wait
@@ -179,8 +183,7 @@ class Calls:
 
     def find(self, client: str, number: int) -> Call | None:
         """A call that is under way, or whose answer or holdings are kept."""
-        session = self._sessions.get(client)
-        return None if session is None else session.calls.get(number)
+        return self._sessions.get(client, _NOBODY).calls.get(number)
 
     def held(self, client: str, number: int, kind: type[H]) -> list[H]:
         """What a call holds of this kind."""
@@ -190,13 +193,11 @@ class Calls:
     def take(self, client: str, number: int, kind: type[H]) -> list[H]:
         """Remove and return what a call holds of this kind. Nothing else happens to it."""
         call = self.find(client, number)
-        found: list[H] = []
-        if call is not None:
-            for each in list(call.holdings):
-                if isinstance(each, kind):
-                    call.holdings.remove(each)
-                    found.append(each)
-            self.forget_if_over(call)
+        if call is None:
+            return []
+        found = [each for each in call.holdings if isinstance(each, kind)]
+        call.holdings = [each for each in call.holdings if each not in found]
+        self.forget_if_over(call)
         return found
 
     def forget_if_over(self, call: Call) -> None:
@@ -206,16 +207,14 @@ class Calls:
 
     def of_session(self, client: str, kind: type[H]) -> list[H]:
         """What the session itself holds of this kind."""
-        session = self._sessions.get(client)
-        return [] if session is None else [each for each in session.holdings if isinstance(each, kind)]
+        return [each for each in self._sessions.get(client, _NOBODY).holdings if isinstance(each, kind)]
 
     def leave(self, client: str, holding: Holding) -> None:
         """The session no longer holds this."""
-        session = self._sessions.get(client)
-        if session is not None and holding in session.holdings:
-            session.holdings.remove(holding)
-            if not session.calls and not session.holdings:
-                del self._sessions[client]
+        session = self._sessions[client]
+        session.holdings.remove(holding)
+        if not session.calls and not session.holdings:
+            del self._sessions[client]
 
     def holdings(self, kind: type[H]) -> Iterator[tuple[Call, H]]:
         """Who holds this up: all that is held of this kind, with the calls that hold it."""
@@ -227,8 +226,7 @@ class Calls:
 
     def of(self, client: str) -> list[Call]:
         """The calls of one session."""
-        session = self._sessions.get(client)
-        return [] if session is None else list(session.calls.values())
+        return list(self._sessions.get(client, _NOBODY).calls.values())
 
     def clients(self) -> list[str]:
         """Sessions that hold or wait for something."""
@@ -245,9 +243,9 @@ class Calls:
         self._release(client, numbers, Until.DONE)
 
     def _release(self, client: str, numbers: Iterable[int], until: Until) -> None:
-        session = self._sessions.get(client)
+        calls = self._sessions.get(client, _NOBODY).calls
         for number in numbers:
-            call = None if session is None else session.calls.get(number)
+            call = calls.get(number)
             if call is None or call.wait is not None or call.steps is not None:
                 continue
             if until is Until.RECEIVED:
@@ -287,8 +285,7 @@ class Calls:
         if call is not None and call.wait is not None:
             self.waits.remove(call.wait)
             call.wait = None
-            if not call.holdings and call.reply is None:
-                self._forget(call)
+            self.forget_if_over(call)
 
     def _undo(self, holdings: list[Holding]) -> bool:
         """Undo the last one first. Returns whether any was undone."""
@@ -339,8 +336,7 @@ class Calls:
 
     def at(self, when: float, act: Callable[[], None]) -> None:
         """Do this at that time."""
-        self._num_timers += 1
-        heapq.heappush(self._timers, (when, self._num_timers, act))
+        heapq.heappush(self._timers, (when, next(self._timer_numbers), act))
 
     def client_gone(self, client: str, now: float, died: bool) -> list[Answer]:
         """The session has ended. Returns the answers to others that this decides."""
@@ -362,7 +358,7 @@ class Calls:
 
     def next_deadline(self) -> float | None:
         """When ``expire`` has work: minus infinity for at once, None for never."""
-        if self._jobs or not self.waits.is_at_rest:
+        if self._jobs or self.waits.active:
             return -float("inf")
         deadline = self.waits.next_deadline()
         if not self._timers:
@@ -410,11 +406,11 @@ class Calls:
         try:
             next(job)
         except StopIteration:
-            return
+            pass
         except Exception as error:
             self.faults.append(error)
-            return
-        self._jobs.append(job)
+        else:
+            self._jobs.append(job)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the tables disagree; for tests."""
@@ -436,7 +432,3 @@ def replied(result: Reply | Wait | Steps) -> Steps:
         reply: Reply = yield result
         return reply
     return (yield from result)
-
-
-def _failed(call: Call, error: BaseException) -> Failed:
-    return Failed(call.number, *to_wire(error))

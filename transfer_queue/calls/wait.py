@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Iterator
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Final
@@ -62,29 +62,23 @@ class Wait:
     """The call."""
 
 
-_Due = list[tuple[tuple[float, int], Wait]]
-_FRONT = (-math.inf, 0)
-
-
 class _Queue:
     """Waits by rank. ``room``: how much is free, for a queue with sizes.
 
-    Those that are due are examined from front to back. One that is woken again behind the cursor has to wait for the
-    next pass, so that the last ones get their turn whatever happens meanwhile.
+    Those that are due are examined as they were woken. One that is woken again is behind all others that are due, so
+    that the last ones get their turn whatever happens meanwhile.
     """
 
     def __init__(self, room: Callable[[], int] | None, make_room: Callable[[], bool] | None) -> None:
         self.waits: list[Wait] = []
         self.room = room
         self._make_room = make_room
-        self._due: _Due = []
-        self._next_pass: _Due = []
-        self._cursor = _FRONT
+        self._due: deque[Wait] = deque()
 
     def add_due(self, wait: Wait) -> None:
         if not wait.due:
             wait.due = True
-            heapq.heappush(self._due if wait.rank > self._cursor else self._next_pass, (wait.rank, wait))
+            self._due.append(wait)
 
     def first_changed(self) -> None:
         """Another wait may have its turn now. With sizes, that is looked for whenever nothing is due."""
@@ -93,14 +87,11 @@ class _Queue:
 
     def next(self) -> tuple[Wait, bool] | None:
         """The next wait to be examined, and whether it has its turn."""
-        while self._due or self._next_pass:
-            if not self._due:
-                self._due, self._next_pass = self._next_pass, self._due
-            wait = heapq.heappop(self._due)[1]
+        while self._due:
+            wait = self._due.popleft()
             if not wait.done:
-                wait.due, self._cursor = False, wait.rank
+                wait.due = False
                 return wait, self.room is None and self.waits[0] is wait
-        self._cursor = _FRONT
         return None if self.room is None else self._fitting(self.room)
 
     def _fitting(self, room: Callable[[], int]) -> tuple[Wait, bool] | None:
@@ -127,7 +118,8 @@ class Waits:
         self._under: dict[Name, dict[Name, None]] = {}  # queues by each beginning of their names
         self._by_key: dict[Hashable, dict[Wait, None]] = {}
         self._deadlines: list[tuple[float, int, Wait]] = []
-        self._active: dict[Name, None] = {}  # queues in which something may be due
+        self.active: dict[Name, None] = {}
+        """Queues in which something may be due; none of them: all waits are at rest."""
         self._arrivals = itertools.count(1)
         self.count = 0
         """The number of all waits."""
@@ -160,7 +152,7 @@ class Waits:
             wait.due = False
             self.examine(wait)
         if queue.room is not None:
-            self._active[wait.queue] = None
+            self.active[wait.queue] = None
 
     def remove(self, wait: Wait) -> None:
         """It was answered, or is not needed any more. The next one of its queue may have its turn."""
@@ -173,12 +165,12 @@ class Waits:
             self._drop(self._by_key, key, wait)
         if not queue.waits:
             del self._queues[wait.queue]
-            self._active.pop(wait.queue, None)
+            self.active.pop(wait.queue, None)
             for end in range(1, len(wait.queue) + 1):
                 self._drop(self._under, wait.queue[:end], wait.queue)
         elif at == 0 or queue.room is not None:
             queue.first_changed()
-            self._active[wait.queue] = None
+            self.active[wait.queue] = None
 
     @staticmethod
     def _drop(table: dict[Any, dict[Any, None]], key: Hashable, member: Any) -> None:
@@ -193,7 +185,7 @@ class Waits:
         """In the queues whose names begin so, those that may have their turn are examined."""
         for name in self._under.get(group, ()):
             self._queues[name].first_changed()
-            self._active[name] = None
+            self.active[name] = None
 
     def wake(self, group: Name) -> None:
         """All waits of the queues whose names begin so are examined."""
@@ -209,16 +201,16 @@ class Waits:
     def examine(self, wait: Wait) -> None:
         """This wait is examined in this turn or a later one."""
         self._queues[wait.queue].add_due(wait)
-        self._active[wait.queue] = None
+        self.active[wait.queue] = None
 
     def resize(self, wait: Wait, size: int) -> None:
         """It takes so much room now."""
         wait.size = size
-        self._active[wait.queue] = None
+        self.active[wait.queue] = None
 
-    def decide(self, group: Name, answer: Decide) -> None:
-        """The waits of the queues whose names begin so get this answer."""
-        for wait in self.of(group):
+    def decide(self, waits: Iterable[Wait], answer: Decide) -> None:
+        """They get this answer."""
+        for wait in waits:
             wait.answer = answer
             self.examine(wait)
 
@@ -232,21 +224,17 @@ class Waits:
 
     def next(self) -> tuple[Wait, bool] | None:
         """The next wait to be examined, of each queue in turn, and whether it has its turn. None: all are at rest."""
-        while self._active:
-            name = next(iter(self._active))
-            del self._active[name]
+        while self.active:
+            name = next(iter(self.active))
+            del self.active[name]
             queue = self._queues.get(name)
             found = None if queue is None else queue.next()
             if found is not None:
-                self._active[name] = None
+                self.active[name] = None
                 return found
         return None
 
     # ---- questions ----
-
-    @property
-    def is_at_rest(self) -> bool:
-        return not self._active
 
     def next_deadline(self) -> float | None:
         while self._deadlines and self._deadlines[0][2].done:

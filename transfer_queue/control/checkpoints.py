@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -14,46 +14,28 @@ from transfer_queue.calls import Call, Holding, Until, Wait
 from transfer_queue.control import group_work
 from transfer_queue.control.freezes import FrozenSamples
 from transfer_queue.control.lifecycle import cleared
-from transfer_queue.control.restoring import Restored
+from transfer_queue.control.restoring import Restored, check_fits
 from transfer_queue.control.rows import MAX_INDEX, positions_in
 from transfer_queue.control.saved import decode, saved_indexes
 from transfer_queue.control.snapshot import Snapshot
 from transfer_queue.control.state import SAVING, WRITERS, PlaneState
-from transfer_queue.errors import CheckpointError, StorageFullError
-
-T = TypeVar("T")
+from transfer_queue.control.writing import Permit
+from transfer_queue.errors import CheckpointError
 
 
 class Freezing(Holding):
     """A freeze under way."""
 
     until = Until.DONE
-    __slots__ = ("_part", "_samples", "_sent", "_snapshot", "_state")
 
     def __init__(self, state: PlaneState, snapshot: Snapshot) -> None:
-        self._state, self._snapshot = state, snapshot
-        self._part, self._sent = -1, b""
+        self._state, self.snapshot = state, snapshot
         self._samples = FrozenSamples(snapshot.next_index)
-        state.freezes.begin(self._samples)
-
-    def read(self, call: int, part: int) -> p.Frozen:
-        """The next part, or the last one again. After the final part, nothing is kept for further ones."""
-        snapshot = self._snapshot
-        if part == self._part + 1 < snapshot.num_parts:
-            self._part, self._sent = part, snapshot.part(part)
-            if part + 1 == snapshot.num_parts:
-                self._close()
-        elif part != self._part:
-            raise CheckpointError(f"part {part} of a frozen state comes after part {self._part}. Save again.")
-        return p.Frozen(call, self._sent, snapshot.num_parts)
-
-    def _close(self) -> None:
-        self._snapshot.close()
-        self._state.tidy()
+        state.freezes.append(self._samples)
 
     def thaw(self) -> p.Indexes:
         """Returns what was cleared since, and may be deleted now."""
-        self._close()
+        self.snapshot.close()
         self._state.waits.wake(SAVING)
         return self._state.freezes.end(self._samples)
 
@@ -66,7 +48,6 @@ class Staged(Holding):
     """Samples whose values the client stores for a restore. ``indexes`` ascend."""
 
     until = Until.DONE
-    __slots__ = ("_state", "indexes")
 
     def __init__(self, state: PlaneState, indexes: p.Indexes) -> None:
         self._state, self.indexes = state, indexes
@@ -78,19 +59,16 @@ class Staged(Holding):
 
 def freeze(state: PlaneState, call: Call, request: p.Freeze) -> p.Reply | Wait:
     """Freeze the state, once no writer is replacing values. A write that takes too long is assumed to have failed."""
-    if not state.freezes.must_wait:
-        return _take(state, call, request)
 
-    def answer(wait: Wait, has_turn: bool) -> p.Reply | None:
-        return _take(state, call, request) if wait.late or not state.freezes.must_wait else None
+    def answer(wait: Wait | None, has_turn: bool) -> p.Reply | None:
+        replaces = any(permit.replaces() for _, permit in state.calls.holdings(Permit))
+        if replaces and not (wait and wait.late):
+            return None
+        frozen = Freezing(state, Snapshot(state, state.calls.now, request.task))
+        state.calls.hold(call, frozen)
+        return p.Frozen(request.id, *frozen.snapshot.read(0))
 
-    return Wait(SAVING, state.calls.now + request.wait_s, answer)
-
-
-def _take(state: PlaneState, call: Call, request: p.Freeze) -> p.Reply:
-    frozen = Freezing(state, Snapshot(state, state.calls.now, request.task))
-    state.calls.hold(call, frozen)
-    return frozen.read(request.id, 0)
+    return answer(None, True) or Wait(SAVING, state.calls.now + request.wait_s, answer)
 
 
 def read_frozen(state: PlaneState, call: Call, request: p.ReadFrozen) -> p.Reply:
@@ -98,7 +76,7 @@ def read_frozen(state: PlaneState, call: Call, request: p.ReadFrozen) -> p.Reply
     held = state.calls.held(call.client, request.call, Freezing)
     if not held:
         raise CheckpointError(f"call {request.call} is no freeze under way. Save again.")
-    return held[0].read(request.id, request.part)
+    return p.Frozen(request.id, *held[0].snapshot.read(request.part))
 
 
 def thaw(state: PlaneState, call: Call, request: p.Thaw) -> p.Reply:
@@ -110,14 +88,9 @@ def thaw(state: PlaneState, call: Call, request: p.Thaw) -> p.Reply:
 def stage(state: PlaneState, call: Call, request: p.Stage) -> p.Reply:
     """Reserve indexes for samples to be restored, shifted if theirs are in use here."""
     indexes = p.unpack_indexes(request.indexes)
-    capacity = state.config.capacity
     if len(indexes) and not 0 <= int(indexes.min()) <= int(indexes.max()) < MAX_INDEX - state.allocator.next_index:
         raise CheckpointError(f"the saved samples' indexes are out of range: {indexes.min()} to {indexes.max()}.")
-    if capacity is not None and len(indexes) > capacity:
-        raise StorageFullError(
-            f"Storage capacity exceeded: the checkpoint holds {len(indexes)} samples, the queue takes {capacity} "
-            f"(total_storage_size). Load it into a queue that takes more."
-        )
+    check_fits(state, len(indexes))
     if not len(indexes):
         return p.Done(request.id, 0)
     shift = max(0, state.allocator.next_index - int(indexes.min()))
@@ -130,7 +103,6 @@ class Restoring(Holding):
     """A restore whose parts are being received."""
 
     until = Until.DONE
-    __slots__ = ("_client", "_free_from", "_restored", "_shift", "_state", "_used", "num_parts")
 
     def __init__(self, state: PlaneState, client: str, shift: int) -> None:
         self._state, self._client, self._shift, self.num_parts = state, client, shift, 0
@@ -195,7 +167,8 @@ def restore_part(state: PlaneState, call: Call, request: p.RestorePart) -> p.Rep
         state.calls.hold(call, Restoring(state, call.client, request.shift))
     restoring = _restoring(state, call.client, request.first_call)
     if request.part == restoring.num_parts:
-        _build(state, call.client, request.first_call, lambda: restoring.add(request.state))
+        with _all_or_nothing(state, call.client, request.first_call):
+            restoring.add(request.state)
     elif request.part != restoring.num_parts - 1:  # else it is asked for again
         raise CheckpointError(f"part {request.part} of a restore comes after {restoring.num_parts}. Load again.")
     return p.Done(request.id)
@@ -205,7 +178,9 @@ def restore(state: PlaneState, call: Call, request: p.Restore) -> p.Reply:
     """Replace the state with the saved one, or change nothing. Waiting requests are examined again."""
     client, first = call.client, request.first_call
     restoring = _restoring(state, client, first) if first else Restoring(state, client, request.shift)
-    old = _build(state, client, first, lambda: _finished(restoring, request.state))
+    with _all_or_nothing(state, client, first):
+        restoring.add(request.state)
+        old = restoring.finish()
     state.calls.take(client, first, Restoring)
     state.everything_changed()
     state.waits.wake(WRITERS)
@@ -219,15 +194,11 @@ def _restoring(state: PlaneState, client: str, number: int) -> Restoring:
     return held[0]
 
 
-def _finished(restoring: Restoring, data: bytes) -> p.Indexes:
-    restoring.add(data)
-    return restoring.finish()
-
-
-def _build(state: PlaneState, client: str, first_call: int, act: Callable[[], T]) -> T:
-    """Build one part of a restore. An error ends the restore."""
+@contextmanager
+def _all_or_nothing(state: PlaneState, client: str, first_call: int) -> Iterator[None]:
+    """An error ends the restore."""
     try:
-        return act()
+        yield
     except BaseException:
         for restoring in state.calls.take(client, first_call, Restoring):
             restoring.undo()

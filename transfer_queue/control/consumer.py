@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from transfer_queue.control.filtered import FilteredSet
+from transfer_queue.control.filtered import matching
 from transfer_queue.control.kept_sets import KeptSets
 from transfer_queue.control.keys_and_tags import TagStore
 from transfer_queue.control.ledger import Ledger
@@ -18,7 +18,6 @@ from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.rows import Rows, RowState, RowTable, ascending
 from transfer_queue.control.saved import SavedConsumer
 from transfer_queue.control.schema import Schema
-from transfer_queue.control.tag_filter import parse_filter
 
 UNLEDGERED = -1
 """In the "given" column: given without a ledger entry."""
@@ -57,10 +56,9 @@ class Consumer:
         self._table = table
         self._schema = schema
         self._tags = tags
-        self._given = f"given:{task}"
-        self._consumed = f"consumed:{task}"
-        table.add_column(self._given, np.int32)
-        table.add_column(self._consumed, np.bool_)
+        self.columns = f"given:{task}", f"consumed:{task}"
+        table.add_column(self.columns[0], np.int32)
+        table.add_column(self.columns[1], np.bool_)
         self.num_undrawn = self._num_offered = len(self._live())
         self.num_done = 0
         self.asked_at: float | None = None
@@ -73,20 +71,15 @@ class Consumer:
 
     @property
     def given(self) -> npt.NDArray[np.int32]:
-        return self._table.column(self._given)
+        return self._table.column(self.columns[0])
 
     @property
     def consumed(self) -> npt.NDArray[np.bool_]:
-        return self._table.column(self._consumed)
+        return self._table.column(self.columns[1])
 
     @property
     def num_unconsumed(self) -> int:
         return self._num_offered - self.num_done
-
-    @property
-    def columns(self) -> tuple[str, str]:
-        """Names of both in the table."""
-        return self._given, self._consumed
 
     def take_decided(self) -> bool:
         """Whether something has happened since the last call that may decide a fetch which must not draw."""
@@ -104,17 +97,12 @@ class Consumer:
 
         With a filter it is a ``FilteredSet``, and each sample is compared once, and again when its tags change.
         """
-
-        def make() -> ReadySet:
-            drawable = self._every_drawable(fields)
-            return ReadySet(drawable) if where is None else FilteredSet(parse_filter(where), self._tags, drawable)
-
-        return self._ready.get((fields, where), make)
+        return self._ready.get((fields, where), lambda: matching(where, self._tags, self._every_drawable(fields)))
 
     def lacking(self, name: str) -> int:
         """The number of undrawn samples without this field: counted once, then updated by each publish."""
         if name not in self._undrawn_with:
-            if not self._schema.knows(name):
+            if name not in self._schema.counts:
                 return self.num_undrawn
             self._undrawn_with[name] = int(np.count_nonzero(self._every_drawable((name,))))
         return self.num_undrawn - self._undrawn_with[name]
@@ -186,8 +174,7 @@ class Consumer:
         back = ascending(rows[self.given[rows] == number])
         if not len(back):
             return
-        if self._table.copies:
-            self._table.copies.make()
+        self._table.copies.make()
         self.given[back] = 0
         self.num_undrawn += len(back)
         self._num_offered += int(np.count_nonzero(self.consumed[back]))
@@ -222,8 +209,7 @@ class Consumer:
         """Mark all samples as unconsumed. Batches in the ledger keep their samples, so equal requests get equal
         answers.
         """
-        if self._table.copies:
-            self._table.copies.make()
+        self._table.copies.make()
         kept = self.ledger.reset()
         given = self.given
         given[~np.isin(given, kept)] = 0
@@ -238,8 +224,8 @@ class Consumer:
 
     def drop_columns(self) -> None:
         """Delete the task's columns from the table."""
-        self._table.drop_column(self._given)
-        self._table.drop_column(self._consumed)
+        for name in self.columns:
+            self._table.drop_column(name)
 
     def rebuild(self) -> None:
         """Row numbers changed: rebuild the ready sets on next use."""
@@ -249,8 +235,7 @@ class Consumer:
 
     def end(self, where: str | None, reason: str, dropped: int) -> None:
         """The stream of fetches with this filter ended. Other filters go on."""
-        if self._table.copies:
-            self._table.copies.make()
+        self._table.copies.make()
         self._ended[where] = StreamEnd(reason, dropped)
         self.ledger.num_changes += 1
         if len(self._ended) > _MAX_FILTERS_ENDED:
@@ -275,8 +260,7 @@ class Consumer:
 
     def end_pass(self, readers: int | None, batch_index: int) -> None:
         """A pass that began earlier ends before this batch for all of its readers; the next pass may begin here."""
-        if self._table.copies:
-            self._table.copies.make()
+        self._table.copies.make()
         ends = self._ends.setdefault(readers, [])
         if batch_index not in ends:
             insort(ends, batch_index)
@@ -289,8 +273,7 @@ class Consumer:
 
     def record_over(self, batch_index: int, dp_rank: int, dp_size: int) -> None:
         """Record that a rank got the end of stream. Once all ranks did, samples that arrived since may be drawn."""
-        if self._table.copies:
-            self._table.copies.make()
+        self._table.copies.make()
         self._over_at = batch_index if self._over_at is None else min(batch_index, self._over_at)
         self._over_ranks.add(dp_rank)
         self.ledger.num_changes += 1
@@ -333,12 +316,7 @@ class Consumer:
     def check_invariants(self) -> None:
         """Raise AssertionError if the records disagree; for tests."""
         for (fields, _), ready in self._ready.items():
-            expected = self._every_drawable(fields).nonzero()[0]
-            if isinstance(ready, FilteredSet):
-                ready.check_invariants(expected)
-                continue
-            assert np.array_equal(ready.all_rows(), expected), fields
-            assert ready.count == len(expected), fields
+            ready.check_invariants(self._every_drawable(fields).nonzero()[0])
         for name, count in self._undrawn_with.items():
             assert count == np.count_nonzero(self._every_drawable((name,))), f"undrawn ones with {name!r} are counted"
         live = self._live()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import reprlib
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from transfer_queue.control.consumer import Consumer, FieldNames
-from transfer_queue.control.group_record import Group
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet, ReadyView
 from transfer_queue.control.ready_groups import TaskGroups
@@ -35,7 +34,7 @@ TAIL_POLICIES = ("drop", "pad", "uneven_ok")
 # ---- tasks ----
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Task:
     """Settings of one task; None: not set."""
 
@@ -66,9 +65,8 @@ class Task:
 
     def needed(self, fetch: Fetch) -> int:
         """The number of ready samples for a round of this fetch, for all ranks together."""
-        dp_size = self.size_for(fetch) or 1
         with foreign(self.sampler, self.name):
-            return self.sampler.samples_needed(fetch.batch_size, dp_size)
+            return self.sampler.samples_needed(fetch.batch_size, self.size_of_round(fetch) or 1)
 
     def tail_policy(self, dp_size: int | None) -> str:
         """The registered policy. By default one consumer loses nothing, and no rank is left alone in a collective."""
@@ -81,16 +79,12 @@ class Tasks:
     def __init__(self, default: BaseSampler, allowed_modules: Sequence[str]) -> None:
         self.default = default
         self._allowed_modules = allowed_modules
-        self._tasks: dict[str, Task] = {}
+        self.by_name: dict[str, Task] = {}
+        """The registered ones."""
 
     def get(self, name: str) -> Task:
         """Unregistered tasks are not stored, so names cost nothing."""
-        return self._tasks.get(name) or Task(name, self.default)
-
-    def known(self, name: str) -> Task | None:
-        """A copy of a registered task's settings."""
-        task = self._tasks.get(name)
-        return None if task is None else replace(task)
+        return self.by_name.get(name) or Task(name, self.default)
 
     def register(self, request: RegisterTask) -> None:
         """Raises before anything changes. An equal sampler spec keeps the sampler and its state."""
@@ -100,43 +94,27 @@ class Tasks:
             raise InvalidRequestError(f"tail must be one of {', '.join(TAIL_POLICIES)}, got {request.tail!r}.")
         if request.follows is not None and request.task in (request.follows, self.get(request.follows).follows):
             raise InvalidRequestError(f"task {request.task!r} can't follow {request.follows!r}: that is a circle.")
-        task, sampler = self.get(request.task), None
+        task = self.get(request.task)
         if request.sampler is not None and request.sampler != task.spec:
             with foreign(f"the sampler of task {request.task!r}"):
-                sampler = resolve(request.sampler, self._allowed_modules)
-        own = sampler or task.sampler
-        if isinstance(own, GroupSampler):
-            own.check_tail(request.tail or task.tail)
-        if sampler is not None:
-            task.sampler, task.spec = sampler, request.sampler
-        task.dp_size = request.dp_size if request.dp_size is not None else task.dp_size
-        task.tail, task.follows = request.tail or task.tail, request.follows or task.follows
-        self._tasks[request.task] = task
-
-    def add(self, task: Task) -> None:
-        """Add a task, replacing one of the same name."""
-        self._tasks[task.name] = task
-
-    def remove(self, name: str) -> None:
-        """Delete the task's settings."""
-        self._tasks.pop(name, None)
-
-    def __iter__(self) -> Iterator[Task]:
-        """The registered tasks."""
-        return iter(self._tasks.values())
+                task = replace(task, sampler=resolve(request.sampler, self._allowed_modules), spec=request.sampler)
+        tail = request.tail or task.tail
+        if isinstance(task.sampler, GroupSampler):
+            task.sampler.check_tail(tail)
+        dp_size, follows = request.dp_size or task.dp_size, request.follows or task.follows
+        self.by_name[request.task] = replace(task, dp_size=dp_size, tail=tail, follows=follows)
 
     def is_follower(self, name: str) -> bool:
         """Whether it draws nothing, and is given what another task is given."""
-        task = self._tasks.get(name)
-        return task is not None and task.follows is not None
+        return self.get(name).follows is not None
 
     def followers(self, name: str) -> list[str]:
         """The tasks that follow this one."""
-        return [task.name for task in self._tasks.values() if task.follows == name]
+        return [task.name for task in self.by_name.values() if task.follows == name]
 
     def samplers(self) -> list[BaseSampler]:
         """Every sampler once."""
-        unique = {id(task.sampler): task.sampler for task in self._tasks.values()}
+        unique = {id(task.sampler): task.sampler for task in self.by_name.values()}
         unique[id(self.default)] = self.default
         return list(unique.values())
 
@@ -154,8 +132,8 @@ class Share:
     padding: npt.NDArray[np.uint8] | None = None
 
 
-class SamplerView:
-    """What a sampler may read of a partition besides the ready samples."""
+class PartitionView:
+    """What a sampler may read of a partition besides the ready samples: its ``partition`` argument."""
 
     def __init__(self, partition: Partition, task: str) -> None:
         self._partition = partition
@@ -170,9 +148,9 @@ class SamplerView:
         return self._partition.is_final
 
     def group_queue(self, ready_indexes: ReadyView, sampler: GroupSampler) -> Any:
-        """The groups that the task may draw; empty where the partition has none."""
-        groups = self._partition.groups
-        return _NoGroups() if groups is None else TaskGroups(groups, ready_indexes.ready, sampler, self._task)
+        """The groups that the task may draw."""
+        assert self._partition.groups is not None, "nothing is drawn of a partition without groups"
+        return TaskGroups(self._partition.groups, ready_indexes.ready, sampler, self._task)
 
     @property
     def custom_meta(self) -> Mapping[int, Tags]:
@@ -200,7 +178,14 @@ class SamplerView:
         return list(zip(offsets, sizes, strict=True))
 
     def whole_groups(self, ready_indexes: Sequence[int], size: int, count: int | None = None) -> list[list[int]]:
-        """See ``PartitionView``. Raises KeyError as ``put_positions`` does."""
+        """The first ``count`` whole groups of ``size`` samples, oldest first; none if there are fewer. None: all.
+
+        A group is ``size`` samples of one put, from a multiple of ``size`` on. A missing sample then never shifts later
+        groups. A chain of smaller whole puts with consecutive indexes that adds up to ``size`` is a group, too.
+
+        Raises:
+            KeyError: the partition has no such sample.
+        """
         table = self._partition.table
         if isinstance(ready_indexes, ReadyView):
             return groups_in(ready_indexes.ready, table, size).first(count)
@@ -213,16 +198,6 @@ class SamplerView:
         if not all_of(found):
             raise KeyError(f"partition {self.partition_id!r} doesn't hold all of these samples")
         return rows
-
-
-class _NoGroups:
-    step = None
-
-    def __len__(self) -> int:
-        return 0
-
-    def __iter__(self) -> Iterator[Group]:
-        return iter(())
 
 
 @dataclass(slots=True)
@@ -242,9 +217,11 @@ class Draw:
 
     def shares(self) -> list[Share] | None:
         """A share per rank; None if there are not enough samples for all ranks yet. It marks nothing."""
-        if self.sampler_args or not _draws_rounds(type(self.sampler)) or self._remembers():
-            return self._by_rank()
-        return self._round()
+        with foreign(self.sampler, self.consumer.task):  # it may call functions of its user
+            has_enough = self.ready.count >= self.sampler.samples_needed(self.batch_size, self.dp_size or 1)
+            if self.sampler_args or not _draws_rounds(type(self.sampler)) or self._remembers():
+                return self._by_rank() if has_enough or self._is_cached() else None
+            return self._round() if has_enough else None
 
     def _remembers(self) -> bool:
         """Whether the sampler has some memory of this task."""
@@ -253,13 +230,12 @@ class Draw:
     def _round(self) -> list[Share] | None:
         """The round in one step: a call per rank takes 40 us, which is too long for a thousand ranks in one turn."""
         sampler: Any = self.sampler
+        if isinstance(sampler, GroupSampler) and self.partition.groups is None:
+            return None
         column = self.partition.table.column("index")
-        with foreign(sampler, self.consumer.task):  # it may call functions of its user
-            if self.ready.count < sampler.samples_needed(self.batch_size, self.dp_size or 1):
-                return None
-            view = ReadyView(self.ready, column)
-            wanted = Round(view, self.batch_size, self.ranks, self.batch_index, self._seen)
-            batches: list[list[int]] = sampler.round(wanted)
+        view = ReadyView(self.ready, column)
+        wanted = Round(view, self.batch_size, self.ranks, self.batch_index, self._seen)
+        batches: list[list[int]] = sampler.round(wanted)
         if not batches:
             return None
         indexes = np.fromiter(chain.from_iterable(batches), dtype=np.int64)
@@ -271,8 +247,6 @@ class Draw:
     def _by_rank(self) -> list[Share] | None:
         """Ask the sampler for one rank after the other."""
         ready = self.ready
-        if ready.count < self.needed() and not self._is_cached():
-            return None
         taken: list[Share] = []
         try:
             for rank in self.ranks:
@@ -285,29 +259,23 @@ class Draw:
         finally:
             if len(self.ranks) > 1:
                 ready.unhide()
-            with foreign(self.sampler, self.consumer.task):  # the ledger will know this round, or it is no round
-                self.sampler.forget(self.partition.name, self.consumer.task, self.batch_index)
+            # The ledger will know this round, or it is no round.
+            self.sampler.forget(self.partition.name, self.consumer.task, self.batch_index)
         return taken
 
     @property
-    def _seen(self) -> SamplerView:
+    def _seen(self) -> PartitionView:
         """What the sampler may read besides the ready samples."""
-        return SamplerView(self.partition, self.consumer.task)
-
-    def needed(self) -> int:
-        """The smallest number of ready samples that can make a round."""
-        with foreign(self.sampler, self.consumer.task):
-            return self.sampler.samples_needed(self.batch_size, self.dp_size or 1)
+        return PartitionView(self.partition, self.consumer.task)
 
     def _is_cached(self) -> bool:
-        with foreign(self.sampler, self.consumer.task):
-            asked = getattr(self.sampler.has_cached_result, "__func__", None)
-            if asked is BaseSampler.has_cached_result and not self._remembers():
-                return False  # a thousand ranks needn't be asked about
-            return any(
-                self.sampler.has_cached_result(self.partition.name, self.consumer.task, self._arguments(rank))
-                for rank in self.ranks
-            )
+        asked = getattr(self.sampler.has_cached_result, "__func__", None)
+        if asked is BaseSampler.has_cached_result and not self._remembers():
+            return False  # a thousand ranks needn't be asked about
+        return any(
+            self.sampler.has_cached_result(self.partition.name, self.consumer.task, self._arguments(rank))
+            for rank in self.ranks
+        )
 
     def _arguments(self, rank: int | None) -> dict[str, Any]:
         arguments = dict(self.sampler_args)
@@ -324,9 +292,8 @@ class Draw:
         if not own:  # users' samplers were promised a list, which they may change
             ready.listed = ready.listed or list(offered)
             offered = ready.listed.copy()
-        with foreign(self.sampler, self.consumer.task):
-            picked, consumed = self.sampler(offered, self.batch_size, **_accepted(self.sampler, arguments))
-            same = type(picked) is list and type(consumed) is list and picked == consumed
+        picked, consumed = self.sampler(offered, self.batch_size, **_accepted(self.sampler, arguments))
+        same = type(picked) is list and type(consumed) is list and picked == consumed
         indexes = self._as_indexes(picked)
         if not len(indexes):
             return None
@@ -334,8 +301,7 @@ class Draw:
         return Share(indexes, rows, rows if own and same else self._live_rows(self._as_indexes(consumed)))
 
     def _as_indexes(self, given: Any) -> Indexes:
-        with foreign(self.sampler, self.consumer.task):
-            array: npt.NDArray[Any] = np.asarray(given)
+        array: npt.NDArray[Any] = np.asarray(given)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise SamplerError(
                 f"{type(self.sampler).__name__} returned {reprlib.repr(given)}; expected (sampled, consumed), two "
@@ -367,12 +333,12 @@ class Draw:
         """Distribute what is left by the tail policy; there may be fewer shares than ranks, or none."""
         if policy == "drop":
             return []
-        if isinstance(self.sampler, GroupSampler):
-            return self._last_round(self.sampler)
-        view = ReadyView(self.ready, self.partition.table.column("index"))
         with foreign(self.sampler, self.consumer.task):
-            left = self.sampler.tail(view, self.batch_size, partition=self._seen)
-        indexes = self._as_indexes(left)
+            return self._last_round() if isinstance(self.sampler, GroupSampler) else self._tail(policy)
+
+    def _tail(self, policy: str) -> list[Share]:
+        view = ReadyView(self.ready, self.partition.table.column("index"))
+        indexes = self._as_indexes(self.sampler.tail(view, self.batch_size, partition=self._seen))
         if not len(indexes):
             return []
         self._complete_rows(indexes)
@@ -382,11 +348,12 @@ class Draw:
         rows = [self.partition.rows_of(part) for part in parts]
         return [Share(part, own, own) for part, own in zip(parts, rows, strict=True) if len(part)]
 
-    def _last_round(self, sampler: GroupSampler) -> list[Share]:
+    def _last_round(self) -> list[Share]:
+        sampler: Any = self.sampler
+        if self.partition.groups is None:
+            return []
         view = ReadyView(self.ready, self.partition.table.column("index"))
-        with foreign(sampler, self.consumer.task):
-            wanted = Round(view, self.batch_size, self.ranks, self.batch_index, self._seen)
-            batches = sampler.last_round(wanted)
+        batches = sampler.last_round(Round(view, self.batch_size, self.ranks, self.batch_index, self._seen))
         indexes = [np.array(batch, dtype=np.int64) for batch in batches]
         return [Share(own, rows := self.partition.rows_of(own), rows) for own in indexes]
 
@@ -395,11 +362,8 @@ class Draw:
         left = left[:total]
         filled = np.resize(left, total)
         padding = (np.arange(total) >= len(left)).astype(np.uint8)
-        size = self.batch_size
         shares = []
-        for start in range(0, total, size):
-            own = filled[start : start + size]
-            mask = padding[start : start + size]
+        for own, mask in zip(np.split(filled, len(self.ranks)), np.split(padding, len(self.ranks)), strict=True):
             rows = self.partition.rows_of(own)
             shares.append(Share(own, rows, rows[mask == 0], mask if mask.any() else None))
         return shares

@@ -51,8 +51,6 @@ def _hear_of_trained(
 class _Reader:
     """One fetch until it is answered."""
 
-    __slots__ = ("_call", "_fetch", "_line", "_ready", "_state")
-
     def __init__(self, state: PlaneState, call: Call, request: p.Fetch) -> None:
         self._state, self._call, self._fetch = state, call, request
         self._line: Name = (FETCHES, request.partition, request.task, request.where)
@@ -81,8 +79,8 @@ class _Reader:
         if fetch.after is not None and (partition is None or not partition.gave(fetch.after, fetch.task)):
             return p.Ended(fetch.id, "cleared")
         if partition is None:
-            nothing = p.NotReady(fetch.id, task.needed(fetch), 0, 0) if late else None
-            return self._producers_lost(now) or nothing
+            self._check_producers(now)
+            return p.NotReady(fetch.id, task.needed(fetch), 0, 0) if late else None
         served = ServedFetch(fetch, partition, task, dp_size, state.calls.turn)
         served.client = self._call.client
         served.consumer.asked_at = now
@@ -99,7 +97,7 @@ class _Reader:
                 group_work.reads(state, self._call)
         if reply is None:
             _wake_in_time(state, self._line, served.decided_by_time(now))
-            reply = self._producers_lost(now)
+            self._check_producers(now)
         if reply is not None or not late:
             return reply
         return self._not_ready(served, now) if served.finish_comparing() else MORE
@@ -115,18 +113,18 @@ class _Reader:
         elif served.has_given:
             waits.wake_first(task)  # a finite stream may have ended with it
 
-    def _producers_lost(self, now: float) -> p.Failed | None:
+    def _check_producers(self, now: float) -> None:
+        """Raises ProducersGoneError if nobody produces one of the fields any more."""
         fetch = self._fetch
         missing = self._state.producers.missing(fetch.fields, now)
         if missing is None:
-            return None
+            return
         ended = end_of_producer(self._state.producers.end_of(missing))
-        text = (
+        raise ProducersGoneError(
             f"task {fetch.task!r} waits for samples of partition {fetch.partition!r}, and every producer of field "
             f"{missing!r} has died{' (' * bool(ended)}{', '.join(ended)}{')' * bool(ended)}. Look at the producers' "
-            f"output, restart them, then fetch again."
+            f"output, restart them, then fetch again.{self._left_groups()}"
         )
-        return p.Failed(fetch.id, ProducersGoneError.__name__, f"{text}{self._left_groups()}")
 
     def _left_groups(self) -> str:
         """What becomes of the groups that workers have left behind."""

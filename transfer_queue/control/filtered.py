@@ -10,10 +10,15 @@ from transfer_queue.calls import Turn
 from transfer_queue.control.keys_and_tags import TagStore, unpacked_tags
 from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.rows import Rows
-from transfer_queue.control.tag_filter import TagFilter
+from transfer_queue.control.tag_filter import TagFilter, parse_filter
 
 _PIECE = 256
 """Rows compared between two looks at the time: well below a millisecond."""
+
+
+def matching(where: str | None, tags: TagStore, rows: npt.NDArray[np.bool_]) -> ReadySet:
+    """Those of these rows, a bit per row, whose tags match the filter, if there is one."""
+    return ReadySet(rows) if where is None else FilteredSet(parse_filter(where), tags, rows)
 
 
 class FilteredSet(ReadySet):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Freezes: samples that a checkpoint is reading keep their values. Permits to replace values delay freezes."""
+"""Freezes: samples that a checkpoint is reading keep their values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -11,37 +11,21 @@ import numpy.typing as npt
 from transfer_queue.protocol import Indexes
 
 
+@dataclass(slots=True, eq=False)
 class FrozenSamples:
     """All samples with an index below ``before``. ``kept``: those of them that were cleared since."""
 
-    def __init__(self, before: int) -> None:
-        self._before = before
-        self.kept: list[Indexes] = []
-
-    def holds(self, indexes: Indexes) -> npt.NDArray[np.bool_]:
-        return indexes < self._before
+    before: int
+    kept: list[Indexes] = field(default_factory=list)
 
 
-class Freezes:
-    """All freezes and permits. Who has them is known by the calls that hold them."""
-
-    def __init__(self) -> None:
-        self._freezes: list[FrozenSamples] = []
-        self.permits: dict[tuple[str, int], Callable[[], bool]] = {}
-        """Writes that are stored aside: client and first call, and whether it would replace values now."""
-
-    @property
-    def must_wait(self) -> bool:
-        """Whether a write under way would replace values, so that they are not those of one moment."""
-        return any(replaces() for replaces in self.permits.values())
-
-    def begin(self, samples: FrozenSamples) -> None:
-        self._freezes.append(samples)
+class Freezes(list[FrozenSamples]):
+    """All freezes. Who has them is known by the calls that hold them."""
 
     def end(self, samples: FrozenSamples) -> Indexes:
         """Returns what was cleared since, and may be deleted now."""
-        if samples in self._freezes:
-            self._freezes.remove(samples)
+        if samples in self:
+            self.remove(samples)
         if not samples.kept:
             return np.empty(0, dtype=np.int64)
         kept = np.sort(np.concatenate(samples.kept), kind="stable")  # many times faster than np.unique, which hashes
@@ -49,8 +33,8 @@ class Freezes:
 
     def keep(self, cleared: Indexes) -> Indexes:
         """Return the cleared samples that may lose their values now; ``end`` returns the others."""
-        for freeze in self._freezes:
-            held = freeze.holds(cleared)
+        for freeze in self:
+            held = cleared < freeze.before
             if held.any():
                 freeze.kept.append(cleared[held])
                 cleared = cleared[~held]
@@ -58,10 +42,4 @@ class Freezes:
 
     def holds(self, indexes: Indexes) -> npt.NDArray[np.bool_]:
         """Which of the indexes must keep their values."""
-        held = np.zeros(len(indexes), dtype=np.bool_)
-        for freeze in self._freezes:
-            held |= freeze.holds(indexes)
-        return held
-
-    def __bool__(self) -> bool:
-        return bool(self._freezes)
+        return indexes < max((freeze.before for freeze in self), default=0)

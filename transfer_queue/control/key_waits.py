@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from transfer_queue import protocol as p
 from transfer_queue.calls import MORE, PAGE, Call, More, Wait
-from transfer_queue.control.filtered import FilteredSet
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.queries import published_keys
 from transfer_queue.control.ready import ReadySet
@@ -31,7 +30,7 @@ def wait_for_keys(state: PlaneState, call: Call, request: KeyWait) -> Wait:
         partition = state.partitions.get(request.partition)
         matching = None if partition is None else partition.listed.matching(request.where)
         if partition is not None and matching is not None:
-            if isinstance(matching, FilteredSet) and not matching.finish(state.calls.turn):
+            if not matching.finish(state.calls.turn):
                 return MORE
             if matching.count >= request.count:
                 return _first_page(request, partition, matching)
@@ -41,16 +40,13 @@ def wait_for_keys(state: PlaneState, call: Call, request: KeyWait) -> Wait:
 
 
 def _too_late(state: PlaneState, request: p.WaitKeys, matching: ReadySet | None, waited_s: float) -> p.Failed:
-    return p.Failed(request.id, KeysTimeoutError.__name__, _explained(state, request, matching, waited_s))
-
-
-def _explained(state: PlaneState, request: p.WaitKeys, matching: ReadySet | None, waited_s: float) -> str:
     which = "there" if request.where is None else f"that match {request.where!r}"
     text = f"waited {waited_s:.1f} s for {request.count} keys of partition {request.partition!r} {which}"
-    if matching is None:
-        return f"{text}: there is no such partition. Check its name and its producers, or wait longer (timeout_s)."
-    num_keys = state.partitions[request.partition].listed.matching(None).count
-    return f"{text}: {matching.count} of its {num_keys} keys do. Check the producers, or wait longer (timeout_s)."
+    why = "there is no such partition. Check its name and its producers"
+    if matching is not None:
+        num_keys = state.partitions[request.partition].listed.matching(None).count
+        why = f"{matching.count} of its {num_keys} keys do. Check the producers"
+    return p.Failed(request.id, KeysTimeoutError.__name__, f"{text}: {why}, or wait longer (timeout_s).")
 
 
 # ---- changes ----

@@ -12,8 +12,8 @@ from itertools import pairwise
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from transfer_queue.calls import PIECE
 from transfer_queue.control.rows import Rows, RowTable
 from transfer_queue.protocol import Indexes, Tags
 
@@ -29,7 +29,8 @@ class KeyMap:
         self._shards: list[dict[str, int]] = []  # key -> index, by the key's hash
         self._blocks: dict[int, dict[int, str]] = {}  # index -> key, by the index's block, in order of insertion
         self._size = 0
-        self._watches: list[dict[int, str]] = []
+        self.watches: dict[object, dict[int, str]] = {}
+        """By whoever reads the keys as they were: those of samples that are deleted, for ``names_of``."""
 
     def __len__(self) -> int:
         return self._size
@@ -73,16 +74,8 @@ class KeyMap:
                 del self._blocks[index // _BLOCK]
             del self._shards[hash(key) % _SHARDS][key]
             self._size -= 1
-            for watch in self._watches:
+            for watch in self.watches.values():
                 watch[index] = key
-
-    def watch(self) -> dict[int, str]:
-        """Start to keep the keys of samples that are deleted, for ``names_of``."""
-        self._watches.append({})
-        return self._watches[-1]
-
-    def unwatch(self, watch: dict[int, str]) -> None:
-        self._watches = [each for each in self._watches if each is not watch]
 
     def names_of(self, indexes: Indexes, gone: dict[int, str]) -> tuple[list[str], list[int]]:
         """(keys, their indexes): those of these samples that had a key when ``gone`` began."""
@@ -91,16 +84,14 @@ class KeyMap:
         named = [(gone.get(i) if (key := self.key_of(i)) is None else key, i) for i in indexes.tolist()]
         return [key for key, _ in named if key is not None], [i for key, i in named if key is not None]
 
-    def shrink(self, count: int) -> bool:
-        """Free up to ``count`` keys of a deleted partition, the last ones first. Returns whether there are more."""
-        for _ in range(min(count, self._size)):
-            number = next(reversed(self._blocks))
-            _, key = self._blocks[number].popitem()
-            del self._shards[hash(key) % _SHARDS][key]
-            if not self._blocks[number]:
-                del self._blocks[number]
-            self._size -= 1
-        return bool(self._size)
+    def freeing(self) -> Iterator[None]:
+        """Frees the keys of a deleted partition, a dict at a time."""
+        while self._blocks:
+            self._blocks.popitem()
+            yield
+        while self._shards:
+            self._shards.pop()
+            yield
 
     def page(self, after: str | None, limit: int) -> tuple[list[tuple[str, int]], bool]:
         """The first keys after this one with their indexes, and whether there are more.
@@ -151,14 +142,14 @@ class TagStore(Mapping[int, Tags]):
 
     def __init__(self, table: RowTable) -> None:
         self._table = table
-        self._num_freed = 0
-        self._watches: list[dict[int, bytes | None]] = []
+        self.watches: dict[object, dict[int, bytes | None]] = {}
+        """By whoever reads the tags as they were: those that have changed or are deleted, for ``save``."""
 
     def put(self, rows: Rows, tags: Sequence[Tags], merge: bool) -> None:
         """Set the tags of each row; ``merge`` keeps other existing tags."""
         column = self._table.ensure_column(_COLUMN, np.object_)
         before = column[rows].tolist()
-        for watch in self._watches:
+        for watch in self.watches.values():
             for index, old in zip(self._table.column("index")[rows].tolist(), before, strict=True):
                 watch.setdefault(index, old)
         if merge and any(before):
@@ -184,32 +175,17 @@ class TagStore(Mapping[int, Tags]):
         found: list[bytes | None] = self._table.column(_COLUMN)[rows].tolist()
         return found
 
-    def tagged(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """[len(rows)] Which of these rows have tags."""
-        if not self._table.has_column(_COLUMN):
-            return np.zeros(len(rows), dtype=np.bool_)
-        return self._table.column(_COLUMN)[rows].astype(np.bool_)
-
     def has_any(self) -> bool:
         """Whether any sample has had tags."""
         return self._table.has_column(_COLUMN)
 
-    def shrink(self, count: int) -> bool:
-        """Free the tags of up to ``count`` rows, the last ones first. Returns whether there are more."""
-        if not self._table.has_column(_COLUMN):
-            return False
-        column = self._table.column(_COLUMN)
-        self._num_freed = min(len(column), self._num_freed + count)
-        column[len(column) - self._num_freed :][:count] = None
-        return self._num_freed < len(column)
-
-    def watch(self) -> dict[int, bytes | None]:
-        """Start to keep tags as they were before a change, for ``save``."""
-        self._watches.append({})
-        return self._watches[-1]
-
-    def unwatch(self, watch: dict[int, bytes | None]) -> None:
-        self._watches = [each for each in self._watches if each is not watch]
+    def freeing(self) -> Iterator[None]:
+        """Frees the tags of a deleted partition, a piece at a time."""
+        if self._table.has_column(_COLUMN):
+            column = self._table.column(_COLUMN)
+            for start in range(0, len(column), PIECE):
+                column[start : start + PIECE] = None
+                yield
 
     def save(self, indexes: Indexes, before: Mapping[int, bytes | None]) -> tuple[list[int], list[bytes]]:
         """Which of these samples had tags when ``before`` began, by their position; and the tags, packed."""
@@ -237,7 +213,7 @@ class TagStore(Mapping[int, Tags]):
         if not self._table.has_column(_COLUMN):
             return
         column = self._table.column(_COLUMN)
-        for watch in self._watches:
+        for watch in self.watches.values():
             for index, own in zip(self._table.column("index")[rows].tolist(), column[rows].tolist(), strict=True):
                 if own:
                     watch.setdefault(index, own)

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -67,33 +68,27 @@ class Ledger:
     """Entries by batch and by number. Settled batches stay known as drawn, compactly, as runs of numbers."""
 
     def __init__(self, name: str, copies: PendingCopies) -> None:
-        self._name = name
+        self.name = name
+        """The prefix of the tokens of later batches."""
         self._copies = copies  # to be made before anything that is saved changes
         self.num_changes = 0
         """Changes that may answer a waiting fetch which must not draw, besides the entry that it waits for."""
-        self._ranks: dict[int | None, _Rank] = {}
+        self._ranks: defaultdict[int | None, _Rank] = defaultdict(lambda: _Rank(Runs()))
         self._by_number: dict[int, Entry] = {}
         self._end = 0  # no rank has drawn this batch or a later one
-        self._num_open = 0
-        self._lacks_fields = False  # a fetch waits for fields of an open batch
+        self.num_open_samples = 0
+        """The number of samples that open batches consume and that aren't cleared."""
+        self.lacks_fields = False
+        """A fetch waits for fields of an open batch."""
         self._count = 0
         self.num_resets = 0
 
     def __len__(self) -> int:
         return len(self._by_number)
 
-    def _rank(self, rank: int | None) -> _Rank:
-        own = self._ranks.get(rank)
-        if own is None:
-            own = self._ranks[rank] = _Rank(Runs())
-        return own
-
     def get(self, key: BatchKey) -> Entry | None:
         own = self._ranks.get(key[0])
         return None if own is None else own.open.get(key[1])
-
-    def is_closed(self, key: BatchKey) -> bool:
-        return self.get(key) is None and self.holds(key)
 
     def holds(self, key: BatchKey) -> bool:
         """Whether this batch was drawn, acknowledged or not."""
@@ -123,7 +118,7 @@ class Ledger:
         """The rank was given this batch, so its next fetch without batch_index gets a later one."""
         if self._copies:
             self._copies.make()
-        own = self._rank(key[0])
+        own = self._ranks[key[0]]
         own.next = max(own.next, key[1] + 1)
         own.pass_settled()
         own.missed.discard(key[1])
@@ -133,25 +128,20 @@ class Ledger:
 
     def missed(self, key: BatchKey) -> None:
         """The rank never received this batch, so its next fetch without batch_index gets it."""
-        if self._copies:
-            self._copies.make()
-        own = self._rank(key[0])
+        self._copies.make()
+        own = self._ranks[key[0]]
         if key[1] < own.next:  # else it counts as drawn already, since a load
             own.missed.add(key[1])
         self.num_changes += 1
 
-    def lacks_fields(self) -> None:
-        """A fetch waits for fields of an open batch."""
-        self._lacks_fields = True
-
     def waits(self, dp_rank: int | None) -> None:
         """A fetch of this rank that names no batch may wait from now on."""
-        self._rank(dp_rank).waits = True
+        self._ranks[dp_rank].waits = True
 
     def samples_changed(self) -> None:
         """Some samples got fields, or were cleared: a fetch that waits for fields may be answered."""
-        self.num_changes += self._lacks_fields
-        self._lacks_fields = False
+        self.num_changes += self.lacks_fields
+        self.lacks_fields = False
 
     def write(
         self, key: BatchKey, indexes: Indexes, consumes: Indexes, padding: npt.NDArray[np.uint8] | None = None,
@@ -168,20 +158,20 @@ class Ledger:
 
     def _add(self, entry: Entry) -> None:
         rank, index = entry.key
-        self._rank(rank).open[index] = self._by_number[entry.number] = entry
-        self._num_open += entry.owned
+        self._ranks[rank].open[index] = self._by_number[entry.number] = entry
+        self.num_open_samples += entry.owned
 
     def own(self, entry: Entry, count: int) -> None:
         """The batch consumes so many samples that no other batch gets."""
-        self._num_open += count - entry.owned
+        self.num_open_samples += count - entry.owned
         entry.owned = count
 
     def _mark_drawn(self, key: BatchKey) -> None:
-        self._rank(key[0]).drawn.add(key[1])
+        self._ranks[key[0]].drawn.add(key[1])
         self._end = max(self._end, key[1] + 1)
 
     def _token(self, number: int) -> str:
-        return f"{self._name}/{self.num_resets}#{number}"
+        return f"{self.name}/{self.num_resets}#{number}"
 
     def ack(self, tokens: Iterable[str], earlier: bool = False) -> list[Entry]:
         """Acknowledge the batches of these tokens; unknown or old tokens are ignored. Returns these batches.
@@ -193,7 +183,10 @@ class Ledger:
             number = token.rpartition("#")[2]
             entry = self._by_number.get(int(number)) if number.isdecimal() and len(number) < _MAX_DIGITS else None
             if entry is not None and entry.token == token:
-                entries = self._up_to(entry.key) if earlier else [entry]
+                rank, last = entry.key
+                entries = [entry]
+                if earlier:
+                    entries = [each for each in self._ranks[rank].open.values() if each.key[1] <= last]
                 for each in entries:
                     self.close(each)
                 acked += entries
@@ -203,9 +196,6 @@ class Ledger:
         """Whether the batch of this number is not settled."""
         return number in self._by_number
 
-    def _up_to(self, key: BatchKey) -> list[Entry]:
-        return [entry for index, entry in self._ranks[key[0]].open.items() if index <= key[1]]
-
     def first_open(self) -> int:
         """Where a reader without a position begins: no rank has acknowledged this batch or a later one."""
         return max((min(own.open, default=own.drawn.end()) for own in self._ranks.values()), default=0)
@@ -214,10 +204,6 @@ class Ledger:
         """Samples of open batches, including padding."""
         named = [entry.indexes for entry in self._by_number.values()]
         return np.concatenate(named) if named else np.empty(0, dtype=np.int64)
-
-    def num_open_samples(self) -> int:
-        """The number of samples that open batches consume and that aren't cleared."""
-        return self._num_open
 
     def samples_cleared(self, numbers: npt.NDArray[np.int32]) -> None:
         """Samples of these entries were cleared, one number per sample; an entry without samples is acknowledged."""
@@ -234,13 +220,12 @@ class Ledger:
 
     def close(self, entry: Entry) -> None:
         """Delete the entry, which no client will request again."""
-        if self._copies:
-            self._copies.make()
+        self._copies.make()
         own, index = self._ranks[entry.key[0]], entry.key[1]
         del own.open[index], self._by_number[entry.number]
         own.missed.discard(index)
         own.pass_settled()
-        self._num_open -= entry.owned
+        self.num_open_samples -= entry.owned
         self.samples_changed()  # a fetch that waits for its fields is refused now
 
     def reset(self) -> list[int]:
@@ -250,10 +235,11 @@ class Ledger:
         A round that some ranks have acknowledged is deleted, because it can only be drawn again for all ranks.
         """
         rounds = {entry.key[1] for entry in self._by_number.values() if entry.dp_size is not None}
-        torn = {index for index in rounds if any(self.is_closed((rank, index)) for rank in self._ranks)}
+        ranks = self._ranks.values()
+        torn = {index for index in rounds if any(index in own.drawn and index not in own.open for own in ranks)}
         for entry in [e for e in self._by_number.values() if e.dp_size is not None and e.key[1] in torn]:
             self.close(entry)
-        for own in self._ranks.values():
+        for own in ranks:
             own.drawn, own.next, own.missed = Runs(), 0, set()
         self._end = 0
         self.num_changes += 1
@@ -268,7 +254,7 @@ class Ledger:
     def save(self) -> SavedLedger:
         """Save everything except the entries."""
         ranks = [
-            SavedRank(rank, *own.drawn.edges, own.next or None, sorted(own.missed))
+            SavedRank(rank, own.drawn.edges[::2], own.drawn.edges[1::2], own.next or None, sorted(own.missed))
             for rank, own in self._ranks.items()
             if own.drawn
         ]
@@ -286,9 +272,8 @@ class Ledger:
         """Load what was saved, or the next slice of it. The samples' indexes are greater by ``shift``."""
         self._count, self.num_resets = saved.count, saved.resets
         for rank in saved.ranks:
-            drawn = Runs.of_edges(rank.starts, rank.stops)
-            self._ranks[rank.rank] = _Rank(drawn, next=rank.next_index or 0, missed=set(rank.missed))
-            self._end = max(self._end, drawn.end())
+            self._ranks[rank.rank] = own = _Rank(_runs_of(rank), next=rank.next_index or 0, missed=set(rank.missed))
+            self._end = max(self._end, own.drawn.end())
         for batch in saved.entries:
             indexes = unpack_indexes(batch.indexes) + shift
             consumes = indexes if batch.consumes is None else unpack_indexes(batch.consumes) + shift
@@ -298,10 +283,6 @@ class Ledger:
                 raise ValueError(f"batch {key} is there twice, or was never drawn")
             entry = Entry(key, batch.number, indexes, consumes, batch.token, padding, batch.dp_size, batch.owned)
             self._add(entry)
-
-    def rename(self, name: str) -> None:
-        """Set the prefix of the tokens of later batches."""
-        self._name = name
 
     def finish_loading(self, counts: Mapping[int, int]) -> bool:
         """All slices are in. Returns whether they agree.
@@ -321,7 +302,9 @@ class Ledger:
         assert {id(entry) for entry in filed.values()} == set(map(id, self._by_number.values())), "known both ways"
         numbers, counts = np.unique(given[given > 0], return_counts=True)
         owned = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
-        assert self._num_open == sum(entry.owned for entry in filed.values()), "samples of open batches are counted"
+        assert self.num_open_samples == sum(entry.owned for entry in filed.values()), (
+            "samples of open batches are counted"
+        )
         assert self._end == max((own.drawn.end() for own in self._ranks.values()), default=0), "the last batch is known"
         for own in self._ranks.values():
             assert own.missed <= own.open.keys(), "what was missed is open"
@@ -343,60 +326,45 @@ def save_entry(entry: Entry, token: str, owned: int) -> SavedBatch:
 
 
 class Runs:
-    """A set of numbers from 0 on, as disjoint runs [start, stop), ascending and not touching.
+    """A set of numbers from 0 on. Its size depends on the number of gaps, not of members."""
 
-    Its size depends on the number of gaps, not of members.
-    """
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._stops: list[int] = []
+    def __init__(self, edges: Iterable[int] = ()) -> None:
+        """``edges``: ascending, by turns where a run of members starts and where it stops."""
+        self.edges = list(edges)
 
     def __len__(self) -> int:
         """The number of runs."""
-        return len(self._starts)
+        return len(self.edges) // 2
 
     def __contains__(self, number: int) -> bool:
-        at = bisect_right(self._starts, number) - 1
-        return at >= 0 and number < self._stops[at]
+        return bisect_right(self.edges, number) % 2 == 1
 
     def below(self, number: int) -> int:
         """One more than the largest member below ``number``; 0 if there is none."""
-        at = bisect_right(self._starts, number - 1) - 1
-        return 0 if at < 0 else min(number, self._stops[at])
+        at = bisect_left(self.edges, number)
+        if at % 2:
+            return number
+        return self.edges[at - 1] if at else 0
 
     def end(self) -> int:
         """One more than the largest member; 0 if there is none."""
-        return self._stops[-1] if self._stops else 0
-
-    @property
-    def edges(self) -> tuple[list[int], list[int]]:
-        """(starts, stops), as ``of_edges`` takes them."""
-        return list(self._starts), list(self._stops)
-
-    @classmethod
-    def of_edges(cls, starts: Sequence[int], stops: Sequence[int]) -> Runs:
-        """Raises ValueError unless the runs are disjoint, ascending and not touching."""
-        edges = [edge for run in zip(starts, stops, strict=True) for edge in run]
-        if edges and (edges[0] < 0 or any(left >= right for left, right in pairwise(edges))):
-            raise ValueError(f"runs of numbers must ascend, got {edges[:10]}")
-        runs = cls()
-        runs._starts, runs._stops = list(starts), list(stops)
-        return runs
+        return self.edges[-1] if self.edges else 0
 
     def add(self, number: int) -> None:
-        at = bisect_right(self._starts, number)
-        if at and number < self._stops[at - 1]:
+        """Where a run starts or stops beside the number, that edge is gone; elsewhere there is a new one."""
+        if number in self:
             return
-        joins_left = at > 0 and self._stops[at - 1] == number
-        joins_right = at < len(self._starts) and self._starts[at] == number + 1
-        if joins_left and joins_right:
-            self._stops[at - 1] = self._stops.pop(at)
-            del self._starts[at]
-        elif joins_left:
-            self._stops[at - 1] = number + 1
-        elif joins_right:
-            self._starts[at] = number
-        else:
-            self._starts.insert(at, number)
-            self._stops.insert(at, number + 1)
+        for edge in (number, number + 1):
+            at = bisect_left(self.edges, edge)
+            if self.edges[at : at + 1] == [edge]:
+                del self.edges[at]
+            else:
+                self.edges.insert(at, edge)
+
+
+def _runs_of(saved: SavedRank) -> Runs:
+    """Raises ValueError unless the runs are disjoint, ascending and not touching."""
+    edges = [edge for run in zip(saved.starts, saved.stops, strict=True) for edge in run]
+    if edges and (edges[0] < 0 or any(left >= right for left, right in pairwise(edges))):
+        raise ValueError(f"runs of numbers must ascend, got {edges[:10]}")
+    return Runs(edges)

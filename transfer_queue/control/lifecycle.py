@@ -17,6 +17,8 @@ from transfer_queue.control.serving import Reading
 from transfer_queue.control.state import WRITERS, PlaneState, ended
 from transfer_queue.errors import InvalidRequestError
 
+_NONE: p.Indexes = np.empty(0, dtype=np.int64)
+
 
 def create(state: PlaneState, call: Call, request: p.CreatePartition) -> p.Reply:
     """Create a partition, or return False if it exists. ``num_samples`` and ``fields`` apply either way, as a producer
@@ -25,11 +27,8 @@ def create(state: PlaneState, call: Call, request: p.CreatePartition) -> p.Reply
     wanted = request.num_samples
     if wanted is not None and wanted < 1:
         raise InvalidRequestError(f"num_samples must be at least 1 or None, got {wanted}.")
-    partition = state.partitions.get(request.partition)
-    if partition is None:
-        state.create(request.partition, wanted).schema.declare(request.fields, request.partition)
-        state.refuses(request.partition)
-        return p.Done(request.id, True)
+    is_new = request.partition not in state.partitions
+    partition = state.get_or_create(request.partition)
     if wanted is not None and partition.num_samples not in (None, wanted):
         raise InvalidRequestError(
             f"partition {request.partition!r} seals itself at {partition.num_samples} samples, now num_samples is "
@@ -41,7 +40,7 @@ def create(state: PlaneState, call: Call, request: p.CreatePartition) -> p.Reply
         partition.seal_if_complete()
         state.changed(partition)
     state.refuses(request.partition)
-    return p.Done(request.id, False)
+    return p.Done(request.id, is_new)
 
 
 def seal(state: PlaneState, call: Call, request: p.SealPartition) -> p.Reply:
@@ -67,8 +66,6 @@ def set_tags(state: PlaneState, call: Call, request: p.SetTags) -> p.Reply:
 
 class Clearing(Holding):
     """Samples that were cleared. The caller deletes their values; if it never gets the answer, the plane does."""
-
-    __slots__ = ("_indexes", "_state")
 
     def __init__(self, state: PlaneState, indexes: p.Indexes) -> None:
         self._state, self._indexes = state, indexes
@@ -107,12 +104,15 @@ def clear_consumed(state: PlaneState, call: Call, request: p.ClearConsumed) -> p
     partition = state.partitions.get(request.partition)
     if partition is None:
         return p.Cleared(request.id, b"")
-    being_read = _being_read(state, partition)
-    if request.dry_run:
-        return _explained(p.Cleared(request.id, b""), partition, request.tasks, being_read)
-    partition.clears = request.tasks
-    gone, more = _clear_done(state, partition, being_read)
-    return _explained(cleared(state, call, gone), partition, request.tasks, being_read, more)
+    being_read, gone, more = _being_read(state, partition), _NONE, False
+    if not request.dry_run:
+        partition.clears = request.tasks
+        gone, more = _clear_done(state, partition, being_read)
+    return msgspec.structs.replace(
+        cleared(state, call, gone), held_by=_held_by(partition, being_read), more=more,
+        not_begun=sorted(set(request.tasks) - partition.consumers.keys()),
+        unread=0 if partition.consumers else partition.num_live, readers=_readers(partition, being_read),
+    )  # fmt: skip
 
 
 def _clear_done(state: PlaneState, partition: Partition, being_read: list[BeingRead]) -> tuple[p.Indexes, bool]:
@@ -125,53 +125,46 @@ def _clear_done(state: PlaneState, partition: Partition, being_read: list[BeingR
     return state.freezes.keep(gone), len(done) > PAGE
 
 
-def _explained(
-    reply: p.Cleared, partition: Partition, tasks: list[str], being_read: list[BeingRead], more: bool = False
-) -> p.Cleared:
-    """The reply, with the reasons why samples stay."""
-    not_begun = sorted(set(tasks) - partition.consumers.keys())
-    unread = 0 if partition.consumers else partition.num_live
-    by_client: dict[str, list[p.Indexes]] = {}
-    for client, batch in being_read:
-        by_client.setdefault(client, []).append(batch.indexes)
-    readers = {client: len(_rows_left(partition, own)) for client, own in by_client.items()}
-    return msgspec.structs.replace(
-        reply, held_by=_held_by(partition, [batch for _, batch in being_read]), not_begun=not_begun, more=more,
-        unread=unread, readers={client: count for client, count in readers.items() if count},
-    )  # fmt: skip
-
-
 def _being_read(state: PlaneState, partition: Partition) -> list[BeingRead]:
     """Batches that their clients may still read."""
     return [(call.client, held) for call, held in state.calls.holdings(Reading) if held.serial == partition.serial]
 
 
-def _held_by(partition: Partition, unnamed: list[Reading]) -> dict[str, int]:
+def _held_by(partition: Partition, being_read: list[BeingRead]) -> dict[str, int]:
     """By task: the number of samples that it has not consumed or has in flight, or a client may still read."""
     counts = {}
     for task, consumer in partition.consumers.items():
-        unread = _rows_left(partition, [batch.indexes for batch in unnamed if batch.task == task])
-        counts[task] = consumer.num_unconsumed + consumer.ledger.num_open_samples()
+        unread = _rows_left(partition, [batch.indexes for _, batch in being_read if batch.task == task])
+        counts[task] = consumer.num_unconsumed + consumer.ledger.num_open_samples
         counts[task] += int(np.count_nonzero(consumer.consumed[unread]))
     return {task: count for task, count in counts.items() if count}
 
 
+def _readers(partition: Partition, being_read: list[BeingRead]) -> dict[str, int]:
+    """By client: the number of samples that it may still read."""
+    by_client: dict[str, list[p.Indexes]] = {}
+    for client, batch in being_read:
+        by_client.setdefault(client, []).append(batch.indexes)
+    counts = {client: len(_rows_left(partition, own)) for client, own in by_client.items()}
+    return {client: count for client, count in counts.items() if count}
+
+
 def _rows_left(partition: Partition, batches: list[p.Indexes]) -> Rows:
     """Rows of the samples of these batches that aren't cleared."""
-    rows, found = partition.table.find(np.concatenate([np.empty(0, dtype=np.int64), *batches]))
+    rows, found = partition.table.find(np.concatenate([_NONE, *batches]))
     return np.unique(rows[found])
 
 
 def register_task(state: PlaneState, call: Call, request: p.RegisterTask) -> p.Reply:
     """Say how a task draws. Its waiting fetches are examined again."""
-    before = state.tasks.known(request.task)
+    before = state.tasks.by_name.get(request.task)
     state.tasks.register(request)
     try:
         group_work.registered(state, request.task)
     except BaseException:
-        state.tasks.remove(request.task)
+        del state.tasks.by_name[request.task]
         if before is not None:
-            state.tasks.add(before)
+            state.tasks.by_name[request.task] = before
         raise
     if request.follows is not None:
         following.begin(state, request.task, request.follows)
@@ -182,8 +175,7 @@ def register_task(state: PlaneState, call: Call, request: p.RegisterTask) -> p.R
 def ack(state: PlaneState, call: Call, request: p.Ack) -> p.Reply:
     """Acknowledge batches. Returns how many."""
     partition = state.partitions.get(request.partition)
-    consumer = None if partition is None else partition.consumers.get(request.task)
-    if partition is None or consumer is None:
+    if partition is None or request.task not in partition.consumers:
         return p.Done(request.id, 0)
     num_acked = acknowledge(state, partition, request.task, request.tokens, request.earlier)
     if num_acked:
@@ -232,11 +224,9 @@ def forget_task(state: PlaneState, call: Call, request: p.ForgetTask) -> p.Reply
     for partition in known:
         group_work.reset(state, partition, request.task)
         _clear_again(state, partition)
-    state.tasks.remove(request.task)
+    state.tasks.by_name.pop(request.task, None)
     state.dropped.forget(request.task)
-    for wait in state.fetches_of(request.task):
-        wait.answer = ended
-        state.waits.examine(wait)
+    state.waits.decide(state.fetches_of(request.task), ended)
     return p.Done(request.id, len(known))
 
 

@@ -8,12 +8,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from transfer_queue.control.filtered import FilteredSet
+from transfer_queue.control.filtered import matching
 from transfer_queue.control.kept_sets import KeptSets
 from transfer_queue.control.keys_and_tags import KeyMap, TagStore
 from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.rows import PUBLISHED, Rows, RowTable
-from transfer_queue.control.tag_filter import parse_filter
 
 _COLUMN = "keyed"
 _FEWEST, _MOST = 1_000, 100_000
@@ -63,8 +62,8 @@ class ListedKeys:
         rows = self._listed(rows)
         if len(rows):
             self._add(self._table.column("index")[rows].tolist())
-            for matching in self._matching.values():
-                matching.add(rows)
+            for each in self._matching.values():
+                each.add(rows)
 
     def removing(self, rows: Rows) -> None:
         """These rows are about to be released."""
@@ -72,8 +71,8 @@ class ListedKeys:
         if len(rows):
             names = map(self._keys.key_of, self._table.column("index")[rows].tolist())
             self._add([name for name in names if name is not None])
-            for matching in self._matching.values():
-                matching.discard(rows)
+            for each in self._matching.values():
+                each.discard(rows)
 
     def _listed(self, rows: Rows) -> Rows:
         if not self._table.has_column(_COLUMN):
@@ -104,20 +103,13 @@ class ListedKeys:
 
     def matching(self, where: str | None) -> ReadySet:
         """The samples whose keys are listed and whose tags match, kept up to date."""
-
-        def make() -> ReadySet:
-            listed = self._all_listed()
-            return ReadySet(listed) if where is None else FilteredSet(parse_filter(where), self._tags, listed)
-
-        return self._matching.get(where, make)
+        return self._matching.get(where, lambda: matching(where, self._tags, self._all_listed()))
 
     def _all_listed(self) -> npt.NDArray[np.bool_]:
-        live: npt.NDArray[np.bool_] = PUBLISHED[self._table.column("state")]
         if not self._table.has_column(_COLUMN):
-            live[:] = False
-        else:
-            live &= self._table.column(_COLUMN)
-        return live
+            return np.zeros(self._table.size, dtype=np.bool_)
+        listed: npt.NDArray[np.bool_] = PUBLISHED[self._table.column("state")] & self._table.column(_COLUMN)
+        return listed
 
     def rebuild(self) -> None:
         """Row numbers changed: compare with the filters anew at their next use."""
@@ -129,8 +121,5 @@ class ListedKeys:
         live = PUBLISHED[self._table.column("state")].nonzero()[0]
         named = [self._keys.key_of(index) is not None for index in self._table.column("index")[live].tolist()]
         assert live[np.array(named, dtype=np.bool_)].tolist() == rows.tolist(), "samples with keys are listed"
-        for where, matching in self._matching.items():
-            if isinstance(matching, FilteredSet):
-                matching.check_invariants(rows)
-            else:
-                assert matching.all_rows().tolist() == rows.tolist(), where
+        for each in self._matching.values():
+            each.check_invariants(rows)

@@ -16,7 +16,6 @@ class _Unit(Holding):
     """A storage unit is there."""
 
     until = Until.SESSION
-    __slots__ = ("_number", "_state")
 
     def __init__(self, state: PlaneState, number: int) -> None:
         self._state, self._number = state, number
@@ -36,7 +35,6 @@ class _RunMember(Holding):
     """A process is a member of a run."""
 
     until = Until.SESSION
-    __slots__ = ("_client", "_state", "run")
 
     def __init__(self, state: PlaneState, client: str, run: str) -> None:
         self._state, self._client, self.run = state, client, run
@@ -70,31 +68,26 @@ def check_evict(state: PlaneState, call: Call, request: p.EvictClient) -> None:
 def list_units(state: PlaneState, call: Call, request: p.ListUnits) -> p.Reply | Wait:
     """The units, as soon as they differ from those that the client knows."""
 
-    def answer(wait: Wait, has_turn: bool) -> p.Reply | None:
-        return listing() if wait.late or request.known != state.units.version else None
+    def answer(wait: Wait | None, has_turn: bool) -> p.Reply | None:
+        if request.known == state.units.version and not (wait and wait.late):
+            return None
+        return p.Units(request.id, state.units.version, list(state.units.by_number.values()))
 
-    def listing() -> p.Units:
-        return p.Units(request.id, state.units.version, state.units.infos())
-
-    if request.known != state.units.version:
-        return listing()
-    return Wait(_UNITS, state.calls.now + request.wait_s, answer)
+    return answer(None, True) or Wait(_UNITS, state.calls.now + request.wait_s, answer)
 
 
 def watch_run(state: PlaneState, call: Call, request: p.WatchRun) -> p.Reply | Wait:
     """Join, and wait until the run has lost a member, or this member has left."""
     runs, run = state.runs, request.run
 
-    def answer(wait: Wait, has_turn: bool) -> p.Reply | None:
-        lost = runs.lost(run)
-        if lost is not None or not runs.has(call.client, run):
-            return p.Done(request.id, lost)
-        return p.Done(request.id) if wait.late else None
+    def answer(wait: Wait | None, has_turn: bool) -> p.Reply | None:
+        lost = runs.lost.get(run)
+        is_over = lost is not None or not runs.has(call.client, run) or (wait is not None and wait.late)
+        return p.Done(request.id, lost) if is_over else None
 
     if runs.join(call.client, request):
         state.calls.hold(call, _RunMember(state, call.client, run))
-    lost = runs.lost(run)
-    return Wait((_RUNS, run), state.calls.now + request.wait_s, answer) if lost is None else p.Done(request.id, lost)
+    return answer(None, True) or Wait((_RUNS, run), state.calls.now + request.wait_s, answer)
 
 
 def leave_run(state: PlaneState, call: Call, request: p.LeaveRun) -> p.Reply:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -156,7 +156,8 @@ class Partition:
     ) -> Rows:  # fmt: skip
         """Make fields readable; reserved rows become samples, or heads. Returns the rows. All or nothing."""
         rows = self.rows_of(indexes)
-        self._check_published(rows)
+        if self.num_free and (self.table.column("state")[rows] == RowState.FREE).any():
+            raise InvalidRequestError(f"partition {self.name!r}: pre-allocated samples must be inserted before a put.")
         self.schema.check(specs, self.name, len(rows))
         if self.table.copies:
             self.table.copies.make()
@@ -176,9 +177,7 @@ class Partition:
 
     def lose_unit(self, unit: int) -> bool:
         """The values in this storage unit are gone. Returns whether samples have lost some."""
-        state = self.table.column("state")
-        lost = {name: rows[PUBLISHED[state[rows]]] for name, rows in self.schema.lose_unit(unit).items()}
-        self.schema.count_lost(lost)
+        lost = self.schema.lose_unit(unit)
         for consumer in self.consumers.values():
             consumer.lost(lost)
         for name, rows in lost.items():
@@ -199,11 +198,6 @@ class Partition:
     def lost_of(self, indexes: Indexes) -> list[str]:
         """The fields that one of these samples lost with a storage unit."""
         return [name for name, lost in self.lost().items() if np.isin(indexes, lost).any()]
-
-    def _check_published(self, rows: Rows) -> None:
-        state = self.table.column("state")[rows]
-        if self.num_free and (state == RowState.FREE).any():
-            raise InvalidRequestError(f"partition {self.name!r}: pre-allocated samples must be inserted before a put.")
 
     def make_live(self, rows: Rows, become: int = RowState.LIVE) -> None:
         """Reserved rows become samples, or heads; the partition seals itself at its declared number of samples."""
@@ -229,8 +223,7 @@ class Partition:
 
     def seal(self) -> None:
         """Allow no more samples. Active writes may still publish; unused pre-allocated rows are deleted."""
-        if self.table.copies:
-            self.table.copies.make()
+        self.table.copies.make()
         self.sealed = True
         if self.num_free:
             self._release((self.table.column("state") == RowState.FREE).nonzero()[0])
@@ -240,24 +233,22 @@ class Partition:
         rows, found = self.table.find(indexes)
         return bool(_RESERVED[self.table.column("state")[rows[found]]].any())
 
-    def release_reserved(self, rows: Rows) -> Indexes:
-        """Release reserved rows of a write that won't be published, but no live rows. Returns their indexes."""
-        if self.table.copies:
-            self.table.copies.make()
+    def release_reserved(self, rows: Rows) -> None:
+        """Release reserved rows of a write that won't be published, but no live rows."""
+        self.table.copies.make()
         state = self.table.column("state")
         held = ascending(rows[_RESERVED[state[rows]]])
         missing = int(np.count_nonzero(state[held] == RowState.RESERVED_FREE))
-        indexes = self._release(held)
+        self._release(held)
         if missing and not self.sealed:
             self.make_free(missing)  # new indexes, so that a late write of the old ones can't create samples
         self._compact_if_due()
-        return indexes
 
     def uninsert(self, indexes: Indexes) -> None:
         """Delete inserted samples, except those that got values or tags meanwhile."""
         rows, found = self.table.find(indexes)
         rows = rows[found]
-        bare = ~self.tags.tagged(rows)
+        bare = np.array([not tags for tags in self.tags.packed(rows)], dtype=np.bool_)
         for name in self.schema.written():
             bare &= ~self.schema.has(name)[rows]
         self._withdraw(indexes[found][bare])
@@ -277,8 +268,7 @@ class Partition:
         return True
 
     def _withdraw(self, indexes: Indexes) -> None:
-        if self.table.copies:
-            self.table.copies.make()
+        self.table.copies.make()
         self.num_published -= len(indexes)
         self.num_withdrawn += len(indexes)
         self.clear(indexes)
@@ -316,8 +306,7 @@ class Partition:
         """Replace each sample's tags, or merge them; samples that aren't here are ignored."""
         if not tags:
             return
-        if self.table.copies:
-            self.table.copies.make()
+        self.table.copies.make()
         indexes = np.fromiter(tags, dtype=np.int64, count=len(tags))
         rows, found = self.table.find(indexes)
         self.tags.put(rows[found], [tags[index] for index in indexes[found].tolist()], merge)
@@ -330,8 +319,7 @@ class Partition:
     def consumer(self, task: str) -> Consumer:
         consumer = self.consumers.get(task)
         if consumer is None:
-            if self.table.copies:
-                self.table.copies.make()
+            self.table.copies.make()
             made = [str(number) for number in (self._restored, self._num_forgotten or None) if number is not None]
             tokens = ".".join([self._tokens(task), *made])  # no earlier consumer of the task used this prefix
             consumer = Consumer(task, tokens, self.table, self.schema, self.tags)
@@ -342,7 +330,7 @@ class Partition:
         """Put this number into all later tokens."""
         self._restored = number
         for task, consumer in self.consumers.items():
-            consumer.ledger.rename(f"{self._tokens(task)}.{number}")
+            consumer.ledger.name = f"{self._tokens(task)}.{number}"
 
     def _tokens(self, task: str) -> str:
         return f"{self.name}/{task}/{self.incarnation}"
@@ -377,8 +365,7 @@ class Partition:
         """Delete everything about a task. Returns whether it has read here."""
         if task not in self.consumers:
             return False
-        if self.table.copies:
-            self.table.copies.make()
+        self.table.copies.make()
         consumer = self.consumers.pop(task)
         consumer.drop_columns()
         self._num_forgotten += 1
@@ -433,7 +420,7 @@ class Partition:
         """Delete samples. Returns the indexes that were here; unknown ones are ignored."""
         rows, found = self.table.find(indexes)
         rows = ascending(rows[found])
-        if len(rows) and self.table.copies:
+        if len(rows):
             self.table.copies.make()
         if self.groups is not None and len(rows):
             self.groups.removing(rows)
@@ -449,13 +436,10 @@ class Partition:
         indexes: Indexes = self.table.column("index")[self.table.column("state") != RowState.DEAD]
         return indexes
 
-    def has_objects(self) -> bool:
-        """Whether it has Python objects per sample: keys or tags."""
-        return bool(len(self.keys) or self.tags.has_any())
-
-    def shrink(self, count: int) -> bool:
-        """Free a slice of a deleted partition's keys and tags. Returns whether there are more."""
-        return any([self.keys.shrink(count), self.tags.shrink(count)])
+    def freeing(self) -> Iterator[None]:
+        """Frees the Python objects per sample of a deleted partition, its keys and tags, a piece at a time."""
+        yield from self.keys.freeing()
+        yield from self.tags.freeing()
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the records disagree; for tests."""

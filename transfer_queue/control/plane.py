@@ -122,11 +122,6 @@ class ControlPlane:
         self.calls.received(client, batches)
         self.calls.done(client, batches)
 
-    def answered(self, client: str, number: int) -> p.Reply | None:
-        """This call's answer, until the client has confirmed receipt."""
-        call = self.calls.find(client, number)
-        return None if call is None or not call.has_unreceived_reply else call.reply
-
     # ---- verbs about calls ----
 
     def _cancel(self, call: Call, request: p.Cancel) -> p.Reply:

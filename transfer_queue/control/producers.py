@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from transfer_queue.calls import Call, Calls, Holding, Until
@@ -13,23 +14,20 @@ _LONGEST = 500
 """Characters of a note's texts."""
 
 
+@dataclass(slots=True, eq=False)
 class _Producers:
     """``alive``: by session, what it holds. ``died_at``, ``last``: when the last one died, and which."""
 
-    __slots__ = ("alive", "died_at", "last", "published_at")
-
-    def __init__(self) -> None:
-        self.alive: dict[str, _Producing] = {}
-        self.died_at: float | None = None
-        self.last = ""
-        self.published_at: float | None = None
+    alive: dict[str, _Producing] = field(default_factory=dict)
+    died_at: float | None = None
+    last: str = ""
+    published_at: float | None = None
 
 
 class _Producing(Holding):
     """A session is a living producer of a field until it ends. ``published``: it has published the field."""
 
     until = Until.SESSION
-    __slots__ = ("_client", "_name", "_producers", "published")
 
     def __init__(self, producers: Producers, name: str, client: str) -> None:
         self._producers, self._name, self._client = producers, name, client
@@ -80,8 +78,8 @@ class Producers:
         """
         producers, own = self._fields[name], client.rpartition("_")[0]
         published = producers.alive.pop(client).published
-        died = died or self._has_failed(own)
-        if died:
+        note = self._notes.get(own)
+        if died or (note is not None and not note["planned"]):
             producers.died_at, producers.last = self._calls.now, client
         elif published:
             producers.died_at = None
@@ -119,10 +117,6 @@ class Producers:
             producers = self._fields.setdefault(name, _Producers())
             producers.died_at, producers.last = self._calls.now, last
             self._calls.at(self._calls.now + self._grace_s, self._lost)
-
-    def _has_failed(self, client: str) -> bool:
-        note = self._notes.get(client)
-        return note is not None and not note["planned"]
 
     def lost_by_field(self, now: float) -> dict[str, dict[str, Any]]:
         """By field with lost producers: the last ``client`` to die, and what is known of its end."""

@@ -20,7 +20,7 @@ from transfer_queue.control.serving import ServedFetch
 from transfer_queue.control.serving import describe as describe_samples
 from transfer_queue.control.state import FETCHES, KEYS, SAVING, WRITERS, PlaneState
 from transfer_queue.control.tag_filter import TagFilter, parse_filter
-from transfer_queue.control.writing import Reservation
+from transfer_queue.control.writing import Permit, Reservation
 from transfer_queue.errors import TransferQueueError
 
 _OF_ARRAYS = 40 * PAGE
@@ -150,12 +150,8 @@ def stats(state: PlaneState, call: Call, request: p.GetStats) -> p.Reply:
         at += 1
     if at < len(partitions):
         page["more"] = partitions[at - 1].serial
-    if request.after:
-        return p.Done(request.id, page)
-    return p.Done(
-        request.id,
-        {
-            **page,
+    if not request.after:
+        page |= {
             "waiting": _waiting(state, now),
             "capacity": state.config.capacity,
             "next_index": state.allocator.next_index,
@@ -163,22 +159,22 @@ def stats(state: PlaneState, call: Call, request: p.GetStats) -> p.Reply:
             "producers": state.producers.by_field(now),
             "lost_producers": state.producers.lost_by_field(now),
             "clients": _clients(state),
-            "storage_units": [msgspec.structs.asdict(unit) for unit in state.units.infos()],
+            "storage_units": [msgspec.structs.asdict(unit) for unit in state.units.by_number.values()],
             "lost_units": list(state.units.lost.values()),
-        },
-    )
+        }
+    return p.Done(request.id, page)
 
 
 def _clients(state: PlaneState) -> dict[str, dict[str, int]]:
     """What each session holds. ``unreceived``: answers that its client has not confirmed."""
-    clients, permits = {}, state.freezes.permits
+    clients = {}
     for client in state.calls.clients():
         calls = state.calls.of(client)
         held: list[Holding] = [each for call in calls for each in call.holdings]
         writes = [each for each in held if isinstance(each, Reservation)]
         clients[client] = {
             "reservations": len(writes), "reserved": sum(len(write.indexes) for write in writes),
-            "leaves": sum(holder == client and replaces() for (holder, _), replaces in permits.items()),
+            "leaves": sum(isinstance(each, Permit) and each.replaces() for each in held),
             "freezes": sum(isinstance(each, Freezing) for each in held),
             "parked": sum(call.wait is not None for call in calls),
             "unreceived": sum(call.has_unreceived_reply for call in calls),
@@ -253,7 +249,7 @@ def _partition_stats(state: PlaneState, partition: Partition, now: float) -> dic
             "consumed": partition.num_live - consumer.num_unconsumed,
             "done_total": consumer.num_done,
             "in_flight": len(consumer.ledger),
-            "in_flight_samples": consumer.ledger.num_open_samples(),
+            "in_flight_samples": consumer.ledger.num_open_samples,
             "settled": consumer.ledger.first_open(),
             "ended": None if end is None else end.reason,
             "dropped": 0 if end is None else end.dropped,

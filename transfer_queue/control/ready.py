@@ -9,6 +9,7 @@ from typing import Protocol, overload
 import numpy as np
 import numpy.typing as npt
 
+from transfer_queue.calls import Turn
 from transfer_queue.control.rows import Rows, ascending
 
 _BLOCK = 1024
@@ -125,8 +126,17 @@ class ReadySet:
         return found
 
     def all_rows(self) -> Rows:
-        """Every ready row, ascending; for tests."""
+        """Every ready row, ascending."""
         return self.first(self.count)
+
+    def finish(self, turn: Turn) -> bool:
+        """Whether it is known of all rows whether they are ready, or could be found out in this turn."""
+        return True
+
+    def check_invariants(self, rows: Rows) -> None:
+        """Raise AssertionError unless these are all rows that were added; for tests."""
+        assert np.array_equal(self.all_rows(), rows), "all of them are ready"
+        assert self.count == len(rows), "they are counted"
 
 
 class ReadyView(Sequence[int]):

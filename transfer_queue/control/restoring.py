@@ -150,12 +150,7 @@ class Restored:
                 partition.make_free(partition.missing_free)  # their indexes must come after all others
                 partition.missing_free = 0
                 partition.restored_as(self.incarnations)
-        capacity = state.config.capacity
-        if capacity is not None and self.allocator.num_used > capacity:
-            raise StorageFullError(
-                f"Storage capacity exceeded: the checkpoint holds {self.allocator.num_used} samples, the queue takes "
-                f"{capacity} (total_storage_size). Load it into a queue that takes more."
-            )
+        check_fits(state, self.allocator.num_used)
 
     def _check(self) -> None:
         """Raises ValueError for contradictions between slices."""
@@ -178,6 +173,16 @@ class Restored:
         self.partitions = {}
 
 
+def check_fits(state: PlaneState, count: int) -> None:
+    """Raises StorageFullError for a checkpoint of more samples than the queue may hold."""
+    capacity = state.config.capacity
+    if capacity is not None and count > capacity:
+        raise StorageFullError(
+            f"Storage capacity exceeded: the checkpoint holds {count} samples, the queue takes {capacity} "
+            f"(total_storage_size). Load it into a queue that takes more."
+        )
+
+
 @contextmanager
 def _contradictions() -> Iterator[None]:
     try:
@@ -190,14 +195,14 @@ def _restore_tasks(saved: SavedQueue, state: PlaneState, shift: int) -> Tasks:
     """Tasks as they were saved, and those that only this queue knows. Samplers are new objects."""
     default = _restore_sampler(_copy(state.tasks.default), saved.sampler, shift)
     tasks = Tasks(default, state.config.sampler_modules)
-    for task in state.tasks:
+    for task in state.tasks.by_name.values():
         sampler = default if task.sampler is state.tasks.default else _copy(task.sampler)
-        tasks.add(replace(task, sampler=sampler))
+        tasks.by_name[task.name] = replace(task, sampler=sampler)
     for each in saved.tasks:
-        sampler = default if each.sampler is None else _sampler_of(each, tasks, state)
+        sampler = default
         if each.sampler is not None:
-            sampler = _restore_sampler(sampler, each.sampler, shift)
-        tasks.add(Task(each.name, sampler, each.dp_size, each.tail, each.spec))
+            sampler = _restore_sampler(_sampler_of(each, tasks, state), each.sampler, shift)
+        tasks.by_name[each.name] = Task(each.name, sampler, each.dp_size, each.tail, each.spec)
     return tasks
 
 

@@ -66,7 +66,7 @@ def positions_in(values: Indexes, wanted: Indexes) -> tuple[Rows, npt.NDArray[np
 class PendingCopies(list[Callable[[], None]]):
     """Freezes that read a partition where it lies: each copies it before anything that is saved of it changes.
 
-    So whatever changes a partition calls ``make`` first, if there are any.
+    So whatever changes a partition calls ``make`` first. What each put or fetch does asks first whether there are any.
     """
 
     def make(self) -> None:
@@ -79,7 +79,7 @@ class RowTable:
     """Named columns of equal length that grow together, and shrink once half of the rows are dead.
 
     Row numbers are internal and change in ``compact``; other files store global indexes. Beyond the used rows, a
-    column contains its fill value, so that new rows need no writing.
+    column contains zeros, or None where it is of objects, so that new rows need no writing.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,6 @@ class RowTable:
         self.num_dead = 0
         self.copies = PendingCopies()
         self._columns: dict[str, npt.NDArray[Any]] = {}
-        self._fill: dict[str, Any] = {}
         self.add_column("index", np.int64)
         self.add_column("state", np.uint8)
         self.add_column("put_offset", np.int32)
@@ -98,22 +97,20 @@ class RowTable:
     def capacity(self) -> int:
         return len(self._columns["index"]) if self._columns else _MIN_ROWS
 
-    def add_column(self, name: str, dtype: Any, fill: Any = 0, width: int | None = None) -> None:
-        """Add a column with ``fill`` in every present and future row."""
+    def add_column(self, name: str, dtype: Any, width: int | None = None) -> None:
+        """Add a column that is 0, or None for objects, in every present and future row."""
         shape = (self.capacity,) if width is None else (self.capacity, width)
-        self._columns[name] = _filled(shape, dtype, fill)
-        self._fill[name] = fill
+        self._columns[name] = _empty(shape, dtype)
 
     def ensure_column(self, name: str, dtype: Any, width: int | None = None) -> npt.NDArray[Any]:
-        """The column's used rows. A new column is 0, or None for objects, in every row."""
+        """The used rows of a column that may be new."""
         if name not in self._columns:
-            self.add_column(name, dtype, None if dtype is np.object_ else 0, width)
+            self.add_column(name, dtype, width)
         return self.column(name)
 
     def drop_column(self, name: str) -> None:
         """Delete a column."""
         self._columns.pop(name, None)
-        self._fill.pop(name, None)
 
     def has_column(self, name: str) -> bool:
         return name in self._columns
@@ -135,11 +132,6 @@ class RowTable:
                 copy._columns[name] = column[: self.size] if name in _FIXED else column[: self.size].copy()
         return copy
 
-    def reserve(self, count: int) -> None:
-        """Room for so many rows, which takes no memory before they are written."""
-        if count > self.capacity:
-            self._grow(count)
-
     def append(self, indexes: Indexes, state: int) -> Rows:
         """Add rows at the end. ``indexes`` must be larger than all existing ones; the allocator only counts up."""
         count = len(indexes)
@@ -158,7 +150,7 @@ class RowTable:
                 # Copies would count a million references up, and then down again. No view of it is in use.
                 column.resize(capacity, refcheck=False)
                 continue
-            grown = _filled((capacity, *column.shape[1:]), column.dtype, self._fill[name])
+            grown = _empty((capacity, *column.shape[1:]), column.dtype)
             grown[: self.size] = column[: self.size]
             self._columns[name] = grown
 
@@ -170,11 +162,6 @@ class RowTable:
         if not all_of(found):
             rows[~found] = 0
         return rows, found
-
-    def spans(self, first: int, last: int) -> bool:
-        """Whether some indexes from ``first`` to ``last`` may be here."""
-        own = self._columns["index"]
-        return bool(self.size) and own.item(0) <= last and own.item(self.size - 1) >= first
 
     def mark_dead(self, rows: Rows) -> None:
         """Mark rows as dead. They must not be dead yet."""
@@ -190,20 +177,15 @@ class RowTable:
         size = len(alive)
         capacity = max(_MIN_ROWS, size + size // 4)
         for name, column in self._columns.items():
-            kept = _filled((capacity, *column.shape[1:]), column.dtype, self._fill[name])
+            kept = _empty((capacity, *column.shape[1:]), column.dtype)
             column.take(alive, axis=0, out=kept[:size], mode="clip")  # any other mode goes by way of a copy
             self._columns[name] = kept
         self.size, self.num_dead = size, 0
 
 
-def _filled(shape: tuple[int, ...], dtype: Any, fill: Any) -> npt.NDArray[Any]:
-    """Memory full of zeros takes no pages before it is written."""
-    if dtype == np.object_:
-        return np.empty(shape, dtype=dtype)  # None everywhere
-    array = np.zeros(shape, dtype=dtype)
-    if isinstance(fill, np.ndarray) or fill:
-        array[:] = fill
-    return array
+def _empty(shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:
+    """None or 0 everywhere. Memory full of zeros takes no pages before it is written."""
+    return np.empty(shape, dtype=dtype) if dtype == np.object_ else np.zeros(shape, dtype=dtype)
 
 
 MAX_INDEX = 2**62

@@ -12,7 +12,8 @@ class RunTable:
 
     def __init__(self) -> None:
         self._members: dict[str, dict[str, str]] = {}
-        self._lost: dict[str, str] = {}
+        self.lost: dict[str, str] = {}
+        """By run, the name of the first member that it has lost."""
 
     def join(self, client: str, request: p.WatchRun) -> bool:
         """Returns whether the client is a new member.
@@ -36,14 +37,10 @@ class RunTable:
         if name is None:
             return
         if lost:
-            self._lost.setdefault(run, name)
+            self.lost.setdefault(run, name)
         if not members:
             del self._members[run]
-            self._lost.pop(run, None)
-
-    def lost(self, run: str) -> str | None:
-        """The name of the first member that the run has lost."""
-        return self._lost.get(run)
+            self.lost.pop(run, None)
 
     def has(self, client: str, run: str) -> bool:
         return client in self._members.get(run, {})

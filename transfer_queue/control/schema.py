@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from transfer_queue.control.rows import Rows, RowState, RowTable, all_of, ascending
+from transfer_queue.control.rows import PUBLISHED, Rows, RowState, RowTable, all_of, ascending
 from transfer_queue.control.saved import SavedField
 from transfer_queue.errors import InvalidRequestError, SchemaConflictError
 from transfer_queue.protocol import DeclaredField, FieldSpec, UnitRuns, by_row, runs_of
@@ -45,7 +45,7 @@ class Schema:
         self._fields: dict[str, _Field | None] = {}
         self._declared: dict[str, DeclaredField] = {}
         self.counts: dict[str, int] = {}
-        """By field, the number of samples that have it."""
+        """By field that was written or is expected, the number of samples that have it."""
 
     @property
     def names(self) -> list[str]:
@@ -85,16 +85,12 @@ class Schema:
             self._declared[name] = declared
             self.expect(name)
 
-    def knows(self, name: str) -> bool:
-        """Whether the field was written or expected."""
-        return name in self._fields
-
     def expect(self, name: str) -> None:
         """Register a field that has no values yet."""
         if name not in self._fields:
             self._fields[name] = None
             self.counts[name] = 0
-            self._table.add_column(_has(name), np.bool_, False)
+            self._table.add_column(_has(name), np.bool_)
 
     def has(self, name: str) -> npt.NDArray[np.bool_]:
         """[rows] Which rows have the field. All False for an unknown field."""
@@ -104,35 +100,30 @@ class Schema:
 
     def complete(self, rows: Rows, names: Iterable[str]) -> npt.NDArray[np.bool_]:
         """[len(rows)] Which of these rows have all the named fields."""
-        result: npt.NDArray[np.bool_] | None = None
+        result = np.ones(len(rows), dtype=np.bool_)
         for name in names:
             if name not in self._fields:
                 return np.zeros(len(rows), dtype=np.bool_)
-            has = self._table.column(_has(name))[rows]
-            result = has if result is None else result & has
-        return np.ones(len(rows), dtype=np.bool_) if result is None else result
+            result &= self._table.column(_has(name))[rows]
+        return result
 
     def fields_of(self, rows: Rows) -> list[str]:
         """Written fields that every one of the rows has."""
         return [name for name in self.written() if all_of(self.has(name)[rows])]
 
     def lose_unit(self, unit: int) -> dict[str, Rows]:
-        """The values in this storage unit are gone. Returns, by field, the rows that don't have it any more."""
+        """The values in this storage unit are gone. Returns, by field, the samples that don't have it any more."""
         lost = {}
         for name in self.written():
             if self._table.has_column(_unit(name)):
                 has, units = self._table.column(_has(name)), self._table.column(_unit(name))
-                rows = (has & (units == unit)).nonzero()[0]
+                rows = (has & (units == unit) & PUBLISHED[self._table.column("state")]).nonzero()[0]
                 if len(rows):
                     self._table.copies.make()
                     has[rows], units[rows] = False, 0
+                    self.counts[name] -= len(rows)
                     lost[name] = rows
         return lost
-
-    def count_lost(self, lost: Mapping[str, Rows]) -> None:
-        """By field, the samples that ``lose_unit`` took it from."""
-        for name, rows in lost.items():
-            self.counts[name] -= len(rows)
 
     def count_deleted(self, rows: Rows) -> None:
         """These rows, each once, are about to be deleted."""
@@ -222,8 +213,7 @@ class Schema:
             return
         ndim = None if new is None else new.shape[1]
         if field.ndim is None and ndim is not None and (before is None or len(before) == ndim):
-            fill = np.zeros(ndim, dtype=np.int32) if before is None else np.array(before, dtype=np.int32)
-            self._table.add_column(_shapes(name), np.int32, fill, width=ndim)
+            self._table.ensure_column(_shapes(name), np.int32, ndim)[:] = 0 if before is None else before
             field.ndim = ndim
         elif field.ndim != ndim or ndim is None:
             self._table.drop_column(_shapes(name))
@@ -273,10 +263,8 @@ class Schema:
             if len(dtypes) > 1:
                 self._load_dtypes(saved, start)
             if saved.ndim is not None:
-                # Rows without the field show its fill, as they do where it was never saved.
                 shapes = np.frombuffer(saved.shapes or b"", dtype="<i4").reshape(count, saved.ndim)
                 self._table.ensure_column(_shapes(saved.name), np.int32, saved.ndim)[start:] = shapes
-
             if saved.units is not None:
                 self._table.ensure_column(_unit(saved.name), np.int32)[start:] = np.frombuffer(saved.units, "<i4")
 
@@ -300,13 +288,10 @@ class Schema:
             return FieldSpec(field.dtypes[0], field.shape, field.is_nested, field.is_non_tensor, shapes, units=units)
         numbers = self._table.column(_dtypes(name))[rows]
         dtype = field.dtypes[int(numbers[0]) if len(numbers) else 0]
-        if len(numbers) and (numbers != numbers[0]).any():
-            return FieldSpec(
-                dtype, field.shape, field.is_nested, False, shapes, list(field.dtypes), numbers.tobytes(), units
-            )
-        if dtype is None:
+        row_dtypes = numbers.tobytes() if len(numbers) and (numbers != numbers[0]).any() else None
+        if dtype is None and row_dtypes is None:
             return FieldSpec(None, None, is_non_tensor=True, dtypes=list(field.dtypes), units=units)
-        return FieldSpec(dtype, field.shape, field.is_nested, False, shapes, list(field.dtypes), units=units)
+        return FieldSpec(dtype, field.shape, field.is_nested, False, shapes, list(field.dtypes), row_dtypes, units)
 
 
 def _has(name: str) -> str:
@@ -355,14 +340,10 @@ def _fits(spec: FieldSpec, declared: DeclaredField, num_rows: int | None) -> boo
 
 def _check_rows(spec: FieldSpec, count: int, name: str) -> None:
     """Raises InvalidRequestError if shapes or places are those of another number of rows."""
-    if not spec.is_non_tensor:
-        _check_shapes(spec, count, name)
     if spec.units is not None and sum(own for _, own in spec.units) != count:
         raise InvalidRequestError(f"field {name!r} says of other than {count} rows where their values lie.")
-
-
-def _check_shapes(spec: FieldSpec, count: int, name: str) -> None:
-    """Raises InvalidRequestError for shapes that don't fit this number of rows."""
+    if spec.is_non_tensor:
+        return
     if spec.row_shapes is not None:
         if len(spec.row_shapes) % (4 * count) if count else spec.row_shapes:
             raise InvalidRequestError(

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -77,8 +76,6 @@ class Taken(Holding):
     If its client never gets it, it is given again.
     """
 
-    __slots__ = ("_num_resets", "_partition", "_state", "_token", "batch", "consumer", "drawn")
-
     def __init__(self, state: PlaneState, served: ServedFetch, batch: BatchKey | None, token: str | None) -> None:
         self._state, self._partition = state, served.partition.name
         self.consumer = served.consumer  # the object itself, because the task may be deleted and created again
@@ -119,9 +116,7 @@ class Taken(Holding):
 
 
 class Reading(Holding):
-    """A batch without ledger entry, which is kept until its client has read it."""
-
-    __slots__ = ("_packed", "serial", "task")
+    """A batch without ledger entry, which is kept until its client has read it. Its values come with it."""
 
     def __init__(self, served: ServedFetch, packed: bytes) -> None:
         self._packed, self.serial, self.task = packed, served.partition.serial, served.consumer.task
@@ -136,16 +131,9 @@ class Reading(Holding):
 
 
 class Unread(Reading):
-    """Its values are still to be read."""
+    """Its values come after it."""
 
     until = Until.DONE
-    __slots__ = ()
-
-
-class Arriving(Reading):
-    """Its values came with it: it has been read once it was received."""
-
-    __slots__ = ()
 
 
 class _Left(NamedTuple):
@@ -170,6 +158,7 @@ class ServedFetch:
         self.partition = partition
         self._task = task
         self._turn = turn
+        self._groups = partition.groups if isinstance(task.sampler, GroupSampler) else None
         self.consumer: Consumer = partition.consumer(fetch.task)
         self._dp_size = dp_size
         self.drawn: Indexes = _NONE
@@ -234,8 +223,7 @@ class ServedFetch:
 
     def finish_comparing(self) -> bool:
         """Compare ready samples with the filter, as far as this turn allows. False: some are left."""
-        ready = self.ready() if self._fetch.where is not None else None
-        return not isinstance(ready, FilteredSet) or ready.finish(self._turn)
+        return self._fetch.where is None or self.ready().finish(self._turn)
 
     def _num_unmatched(self, ready: ReadySet) -> int:
         """Samples that would be ready without the filter."""
@@ -248,20 +236,16 @@ class ServedFetch:
         if batch.batch_index is not None:
             return [Taken(state, self, (self._rank, batch.batch_index), batch.token)]
         taken: Holding = Taken(state, self, None, None)
-        kind = Arriving if self._fetch.with_values and batch.lies_in_front else Unread
+        kind = Reading if self._fetch.with_values and batch.lies_in_front else Unread
         return [taken, kind(self, batch.indexes)]
 
     def _missed_by_tail(self, batch_index: int | None) -> bool:
         """Whether this round was a tail that did not reach this rank."""
-        ranks: Iterable[int] = range(self._dp_size or 1)
-        if batch_index is None or self._dp_size in (None, 1) or self._task.tail_policy(self._dp_size) != "uneven_ok":
+        dp_size, ledger = self._dp_size or 1, self.consumer.ledger
+        if batch_index is None or dp_size == 1 or self._task.tail_policy(dp_size) != "uneven_ok":
             return False
-        ledger = self.consumer.ledger
-        ranks = ledger.holding(ranks, batch_index)
-        if any(ledger.is_closed((rank, batch_index)) for rank in ranks):
-            return True
-        entries = (ledger.get((rank, batch_index)) for rank in ranks)
-        return any(entry is not None and entry.dp_size == self._dp_size for entry in entries)
+        entries = (ledger.get((rank, batch_index)) for rank in ledger.holding(range(dp_size), batch_index))
+        return any(entry is None or entry.dp_size == dp_size for entry in entries)  # None: it is settled
 
     def _skipped(self, key: BatchKey) -> range:
         """Earlier batches that were not drawn yet. They must go first, because this batch could take their samples."""
@@ -270,15 +254,15 @@ class ServedFetch:
         return range(self.consumer.ledger.first_undrawn(key, self._fetch.first_index), key[1])
 
     def _known(self, key: BatchKey) -> Entry | None:
-        ledger = self.consumer.ledger
-        if ledger.is_closed(key):
+        entry = self.consumer.ledger.get(key)
+        if entry is None and self.consumer.ledger.holds(key):
             raise InvalidRequestError(
                 f"batch {key[1]} of task {self._fetch.task!r}, dp_rank {key[0]}, partition {self.partition.name!r} is "
                 f"settled: it was acknowledged, or its samples were cleared. Ask for a later batch_index, or reset "
                 f"the task's consumption. Another Trainer or stream may read the same task: give it a task name of its "
                 f"own."
             )
-        return ledger.get(key)
+        return entry
 
     def _draw(self, batch_index: int | None) -> Draw:
         fetch = self._fetch
@@ -292,11 +276,6 @@ class ServedFetch:
             self.partition, self.consumer, self._task.sampler, tuple(fetch.fields), self.ready(), fetch.batch_size,
             batch_index, ranks, self._dp_size, fetch.sampler_args,
         )  # fmt: skip
-
-    @property
-    def _groups(self) -> Groups | None:
-        """Where the task draws groups."""
-        return self.partition.groups if isinstance(self._task.sampler, GroupSampler) else None
 
     def _check_free(self, batch_index: int | None) -> None:
         """A round is drawn for all ranks, so none of them may already have this batch."""
@@ -324,13 +303,11 @@ class ServedFetch:
             drawn = [(*entry.key, share.rows) for entry, share in zip(entries, shares, strict=True)]
             self._groups.drew(self._fetch.task, drawn)
         self._give(entries, shares)
-        reply: Batch | None = None
         for entry, share in zip(entries, shares, strict=True):
             if entry.key[0] == self._rank:
-                reply = self._entry_batch(entry, _Left(entry.indexes, share.rows))
-        # None: a tail that did not reach this rank.
-        end = self.consumer.end_of(self._fetch.where) or StreamEnd("consumed", 0)
-        return reply or Ended(self._fetch.id, end.reason, end.dropped)
+                return self._entry_batch(entry, _Left(entry.indexes, share.rows))
+        end = self.consumer.end_of(self._fetch.where) or StreamEnd("consumed", 0)  # a tail that did not reach this rank
+        return Ended(self._fetch.id, end.reason, end.dropped)
 
     def _write(self, rank: int | None, batch_index: int, share: Share) -> Entry:
         self.written.append((rank, batch_index))
@@ -365,25 +342,28 @@ class ServedFetch:
         """The readers that share a pass: all ranks if rounds are drawn, else a rank's own readers."""
         return self._rank if self._dp_size is None else _ALL_RANKS
 
-    def _is_past_end(self, batch_index: int | None) -> bool:
+    def _is_past_end(self, batch_index: int) -> bool:
         """Checked before the ledger, because a reader of the next pass may have drawn this batch already."""
         start = self._fetch.pass_start
-        if not self._fetch.finite or start is None or batch_index is None:
+        if not self._fetch.finite or start is None:
             return False
         return self.consumer.is_past_end(self._readers(), start, batch_index)
 
     def _from_ledger(self, entry: Entry) -> Batch | None:
         """None while its samples lack fields, because the fetch that drew it asked for others."""
-        if self._fetch.skip:
-            return self._rest(entry, self._fetch.skip)
-        left = self._left_of(entry.indexes)
-        if not self._has_fields(left.rows):
+        skip = self._fetch.skip  # rows that may be cleared
+        left = self._left_of(entry.indexes[skip:] if skip else entry.indexes)
+        if not all_of(self.partition.schema.complete(left.rows, self._fetch.fields)):
+            self.consumer.ledger.lacks_fields = True
             return None
-        consumed = left.rows if entry.consumes is entry.indexes else self._left_of(entry.consumes).rows
+        if skip:
+            consumed = left.rows[np.isin(left.indexes, entry.consumes)]
+        else:
+            consumed = left.rows if entry.consumes is entry.indexes else self._left_of(entry.consumes).rows
         if not all_of(self.consumer.consumed[consumed]):  # a replay after a reset of consumption
             self.consumer.give(consumed, entry.number)
             self.has_given = True
-        return self._entry_batch(entry, left)
+        return self._entry_batch(entry, left, skip)
 
     def _left_of(self, indexes: Indexes) -> _Left:
         """All of these samples. Where groups leave by themselves, those that have not: others still need them.
@@ -395,28 +375,11 @@ class ServedFetch:
         rows, found = self.partition.table.find(indexes)
         return _Left(indexes, rows) if all_of(found) else _Left(indexes[found], rows[found], found)
 
-    def _has_fields(self, rows: Rows) -> bool:
-        complete = all_of(self.partition.schema.complete(rows, self._fetch.fields))
-        if not complete:
-            self.consumer.ledger.lacks_fields()
-        return complete
-
-    def _rest(self, entry: Entry, skip: int) -> Batch | None:
-        """The remaining rows of a batch; the skipped ones may be cleared."""
-        left = self._left_of(entry.indexes[skip:])
-        if not self._has_fields(left.rows):
-            return None
-        self.consumer.give(left.rows[np.isin(left.indexes, entry.consumes)], entry.number)
-        self.has_given = True
+    def _entry_batch(self, entry: Entry, left: _Left, skip: int = 0) -> Batch:
         self.consumer.ledger.took(entry.key)
         padding = None if entry.padding is None else left.of(entry.padding[skip:])
-        return self._batch(left.indexes, left.rows, entry.token, entry.key[1], padding)
-
-    def _entry_batch(self, entry: Entry, left: _Left) -> Batch:
-        self.consumer.ledger.took(entry.key)
-        padding = None if entry.padding is None else left.of(entry.padding)
         batch = self._batch(left.indexes, left.rows, entry.token, entry.key[1], padding)
-        if self._dp_size in (None, 1) or self._groups is None:
+        if self._dp_size in (None, 1) or self._groups is None or skip:
             return batch
         most = self.consumer.ledger.most_rows(entry.key[1], self._dp_size)
         return msgspec.structs.replace(batch, most_rows=most)
@@ -427,7 +390,7 @@ class ServedFetch:
         Samples that have all fields and don't match the filter count as not coming, although their tags may change.
         """
         if self._groups is not None:
-            return self._end_of_groups(draw)
+            return self._tail(draw, 0) if self._has_last_groups(draw, self._groups) else None
         ready, unmatched = draw.ready.count, self._num_unmatched(draw.ready)
         if self._fetch.finite and self.partition.is_exhausted(self.consumer, unmatched):
             return self._over(draw.batch_index)
@@ -436,41 +399,33 @@ class ServedFetch:
         lacking = self.consumer.num_undrawn - ready - unmatched
         coming = self.partition.num_reserved + lacking
         policy = self._task.tail_policy(self._dp_size)
-        if coming and (policy != "drop" or ready + coming >= draw.needed()):
+        if coming and (policy != "drop" or ready + coming >= self._task.needed(self._fetch)):
             return None
-        shares = draw.tail_shares(policy)
-        left = ready + coming - sum(len(share.consumed) for share in shares)
+        return self._tail(draw, coming)
+
+    def _tail(self, draw: Draw, coming: int) -> Batch | Ended:
+        """What is left of a stream in which no whole round will be. ``coming``: samples that will not be drawn."""
+        shares = draw.tail_shares(self._task.tail_policy(self._dp_size))
+        left = draw.ready.count + coming - sum(len(share.consumed) for share in shares)
         if self.partition.sealed and not (shares and left):
             self.consumer.end(self._fetch.where, "sealed", left)
         if shares:
             return self._hand_out(draw, shares)
         return Ended(self._fetch.id, "sealed", left) if self.partition.sealed else self._over(draw.batch_index, left)
 
-    def _end_of_groups(self, draw: Draw) -> Batch | Ended | None:
-        """What is ready of a partition where no more groups will be is the tail."""
-        groups = self._groups
-        assert groups is not None
-        sampler = self._task.sampler
-        assert isinstance(sampler, GroupSampler)
+    def _has_last_groups(self, draw: Draw, groups: Groups) -> bool:
+        """Whether no more groups will be, and all that are left are ready."""
+        sampler: Any = self._task.sampler
         queue = TaskGroups(groups, draw.ready, sampler, self._fetch.task)
-        if not self.partition.is_final or any(group not in queue for group in queue.unfinished()):
-            return None
-        shares = draw.tail_shares(self._task.tail_policy(self._dp_size))
-        left = draw.ready.count - sum(len(share.consumed) for share in shares)
-        if not (shares and left):
-            self.consumer.end(self._fetch.where, "sealed", left)
-        return self._hand_out(draw, shares) if shares else Ended(self._fetch.id, "sealed", left)
+        return self.partition.is_final and all(group in queue for group in queue.unfinished())
 
     def _is_complete(self, now: float) -> bool:
-        if self.partition.sealed:
-            return self.partition.is_final
-        if self.partition.num_samples is not None:
+        partition = self.partition
+        if partition.sealed:
+            return partition.is_final
+        if not self._fetch.finite or partition.num_samples is not None or partition.num_reserved:
             return False
-        if not self._fetch.finite or not self.partition.num_live or self.partition.num_reserved:
-            return False
-        if self.partition.all_inserted():
-            return True
-        return now >= self._quiet_at()
+        return partition.num_live > 0 and (partition.all_inserted() or now >= self._quiet_at())
 
     def _quiet_at(self) -> float:
         last = self.partition.last_published
@@ -519,7 +474,8 @@ def describe(request_id: int, partition: Partition, indexes: Indexes, fields: li
     schema = partition.schema
     status = schema.complete(rows, fields)
     heads, versions = (None, {}) if partition.groups is None else partition.groups.described(rows)
+    specs = {name: schema.spec(name, rows) for name in fields if name in schema.counts}
     return Batch(
-        request_id, partition.name, pack_indexes(indexes), {n: schema.spec(n, rows) for n in fields if schema.knows(n)},
-        status.tobytes(), partition.tags.of(indexes, rows), heads=heads, versions=versions,
+        request_id, partition.name, pack_indexes(indexes), specs, status.tobytes(), partition.tags.of(indexes, rows),
+        heads=heads, versions=versions,
     )  # fmt: skip

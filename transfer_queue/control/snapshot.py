@@ -39,7 +39,6 @@ _encoder = msgspec.msgpack.Encoder()
 class Snapshot:
     """Everything that decides about later requests, except what sessions wait for, reserved, or produce.
 
-    ``num_parts``: how many slices there are, as far as is known. There is one more until the last one is made.
     ``next_index``: samples with a lower index may be in it.
     """
 
@@ -51,7 +50,8 @@ class Snapshot:
         """
         self._head = SavedQueue(
             FORMAT, state.allocator.next_index, state.incarnations, [],
-            [_save_task(each, state.tasks.default) for each in state.tasks if task is None and each.follows is None],
+            [_save_task(each, state.tasks.default) for each in state.tasks.by_name.values()
+             if task is None and each.follows is None],
             save_sampler(state.tasks.default) if task is None else SavedSampler("", {}),
             dict(state.leases.versions), state.leases.next_token,
         )  # fmt: skip
@@ -64,16 +64,27 @@ class Snapshot:
         ]
         self._slices = planned(self._partitions)
         self._next = next(self._slices, None)
-        self.next_index, self.num_parts = state.allocator.next_index, 1
+        self.next_index = state.allocator.next_index
+        self._number, self._sent = -1, b""
         state.snapshots.add(self)
 
-    def part(self, number: int) -> bytes:
-        """The next slice; the first one is number 0."""
-        assert self._next is not None, "there are no more slices"
-        partitions = [partition.save(section) for partition, section in self._next]
-        self._next = next(self._slices, None)
-        self.num_parts = number + 1 + (self._next is not None)
-        return _encoder.encode(slice_of(self._head, partitions, number))
+    def read(self, number: int) -> tuple[bytes, int]:
+        """The next slice, or the last one again; and how many there are, of which one may be still to be made.
+
+        The first one is number 0. After the final one, nothing is kept for further ones.
+
+        Raises:
+            CheckpointError: it is another one.
+        """
+        if number == self._number + 1 and self._next is not None:
+            partitions = [partition.save(section) for partition, section in self._next]
+            self._next = next(self._slices, None)
+            self._number, self._sent = number, _encoder.encode(slice_of(self._head, partitions, number))
+            if self._next is None:
+                self.close()
+        elif number != self._number:
+            raise CheckpointError(f"part {number} of a frozen state comes after part {self._number}. Save again.")
+        return self._sent, self._number + 1 + (self._next is not None)
 
     def close(self) -> None:
         """Release everything; no further slice is needed. Idempotent."""
@@ -81,6 +92,7 @@ class Snapshot:
             each.release()
         self._partitions, self._next = [], None
         self._state.snapshots.discard(self)
+        self._state.tidy()
 
 
 def slice_of(head: SavedQueue, partitions: list[SavedPartition], number: int) -> SavedQueue:
@@ -100,7 +112,7 @@ def planned(partitions: Iterable[FrozenPartition]) -> Iterator[list[Section]]:
     room = ROWS
     for partition in partitions:
         count = partition.num_sections()
-        cost = _PARTITION + (ROWS if count > 1 else partition.num_rows)
+        cost = _PARTITION + (ROWS if count > 1 else partition.table.size)
         for number in range(count):
             if group and cost > room:
                 yield group
@@ -113,38 +125,25 @@ def planned(partitions: Iterable[FrozenPartition]) -> Iterator[list[Section]]:
 class FrozenPartition:
     """One partition as it was at the freeze. It is read where it lies until it changes."""
 
-    __slots__ = (
-        "_changed", "_consumers", "_gone", "_head", "_now", "_num_sections", "_partition", "_schema", "_table",
-        "_tasks", "_wanted",
-    )  # fmt: skip
-
     def __init__(
         self, partition: Partition, now: float, tasks: Iterable[str] | None = None, wanted: Indexes | None = None
     ) -> None:
         """``tasks``, ``wanted``: those of its tasks and samples that are saved; None: all."""
         self._partition, self._now, self._wanted = partition, now, wanted
         self._tasks = partition.consumers.keys() if tasks is None else tasks
-        self._table, self._schema = partition.table, partition.schema
-        self._gone: dict[int, str] | None = None
-        self._changed: dict[int, bytes | None] | None = None
+        self.table, self._schema = partition.table, partition.schema
+        self._gone: dict[int, str] = {}
+        self._changed: dict[int, bytes | None] = {}
         self._head: SavedPartition | None = None
         self._consumers: list[_FrozenConsumer] = []
         self._num_sections = 0
         partition.table.copies.append(self._copy)
 
-    @property
-    def num_rows(self) -> int:
-        return self._table.size
-
     def num_sections(self) -> int:
-        """Into how many it is cut. It has one at least."""
-        if not self._num_sections:
-            self._look()
-        return self._num_sections
-
-    def _look(self) -> None:
-        """Keep what is not in columns. Nothing of it has changed since the freeze."""
-        partition, last, state = self._partition, self._partition.last_published, self._table.column("state")
+        """Into how many it is cut. It has one at least. What is not in columns is kept when this is asked first."""
+        if self._num_sections:
+            return self._num_sections
+        partition, last, state = self._partition, self._partition.last_published, self.table.column("state")
         self._consumers = [_FrozenConsumer(partition.consumers[name]) for name in self._tasks]
         missing = 0 if partition.sealed else int(np.count_nonzero(state == RowState.RESERVED_FREE))
         self._head = SavedPartition(
@@ -155,18 +154,19 @@ class FrozenPartition:
             num_heads=partition.num_heads,
         )  # fmt: skip
         cuts = (-(-len(each.entries) // BATCHES) for each in self._consumers)
-        self._num_sections = max(1, -(-self._table.size // ROWS), *cuts)
+        self._num_sections = max(1, -(-self.table.size // ROWS), *cuts)
+        return self._num_sections
 
     def _copy(self) -> None:
         """The partition is about to change."""
         self.num_sections()
-        self._table = self._table.frozen()
-        self._schema = self._schema.frozen(self._table)
-        self._gone, self._changed = self._partition.keys.watch(), self._partition.tags.watch()
+        self.table = self.table.frozen()
+        self._schema = self._schema.frozen(self.table)
+        self._partition.keys.watches[self], self._partition.tags.watches[self] = self._gone, self._changed
 
     def save(self, number: int) -> SavedPartition:
         """One section; the last one ends the freeze of this partition."""
-        table, start, head = self._table, number * ROWS, self._head
+        table, start, head = self.table, number * ROWS, self._head
         assert head is not None, "a partition is planned before it is saved"
         rows = _SAVED[table.column("state")[start : start + ROWS]].nonzero()[0] + start
         if self._wanted is not None:
@@ -177,8 +177,8 @@ class FrozenPartition:
             np.where(is_live, table.column(name)[rows], 0).astype("<i4").tobytes()
             for name in ("put_offset", "put_size", "put_number")
         )
-        keys, named = self._partition.keys.names_of(index[is_live], self._gone or {})
-        tagged, tags = self._partition.tags.save(index, self._changed or {})
+        keys, named = self._partition.keys.names_of(index[is_live], self._gone)
+        tagged, tags = self._partition.tags.save(index, self._changed)
         saved = msgspec.structs.replace(
             head, index=pack_indexes(index), state=state.tobytes(),
             put_offset=offset, put_size=size, put_number=put, fields=self._schema.save(rows),
@@ -198,11 +198,10 @@ class FrozenPartition:
         copies = self._partition.table.copies
         if copies and self._copy in copies:
             copies.remove(self._copy)
-        self._table, self._schema = self._partition.table, self._partition.schema
+        self.table, self._schema = self._partition.table, self._partition.schema
         self._head, self._consumers = None, []  # here, because all at once in the end would take long
-        if self._gone is not None and self._changed is not None:
-            self._partition.keys.unwatch(self._gone)
-            self._partition.tags.unwatch(self._changed)
+        self._partition.keys.watches.pop(self, None)
+        self._partition.tags.watches.pop(self, None)
 
 
 class _FrozenConsumer:

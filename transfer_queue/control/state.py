@@ -3,12 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from transfer_queue.calls import PIECE, Calls, Name, Wait
 from transfer_queue.config import FullConfig
@@ -18,7 +14,7 @@ from transfer_queue.control.freezes import Freezes
 from transfer_queue.control.leases import Leases
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.producers import Producers
-from transfer_queue.control.rows import IndexAllocator
+from transfer_queue.control.rows import MAX_INDEX, IndexAllocator
 from transfer_queue.control.run_table import RunTable
 from transfer_queue.control.units import UnitTable
 from transfer_queue.diagnosis import is_internal
@@ -72,7 +68,7 @@ class PlaneState:
         self.config = config
         self.calls = calls
         self.waits = calls.waits
-        self.waits.with_sizes(WRITERS, self._free)
+        self.waits.with_sizes(WRITERS, self.room)
         self.partitions: dict[str, Partition] = {}
         self.tasks = Tasks(config.sampler, config.sampler_modules)
         self.allocator = IndexAllocator()
@@ -139,7 +135,7 @@ class PlaneState:
     def cut_off(self, partition: str) -> None:
         """The partition was cleared: to those that wait for something of it, that is the end of the stream."""
         for group in ((FETCHES, partition), (KEYS, partition)):
-            self.waits.decide(group, ended)
+            self.waits.decide(self.waits.of(group), ended)
         self.refuses(partition)
 
     # ---- partitions ----
@@ -153,32 +149,30 @@ class PlaneState:
             raise UnknownPartitionError(f"partition {name!r} not found; it was cleared or never used. Known: {known}.")
         return partition
 
-    def create(self, name: str, num_samples: int | None = None) -> Partition:
-        """Create a partition; the name must be free."""
-        self.incarnations += 1
-        partition = Partition(name, self.incarnations, self.allocator, self.config.preallocate, num_samples)
-        self.partitions[name] = partition
-        self.leases.partition_made(name)
-        return partition
-
     def find(self, name: str, serial: int) -> Partition | None:
         """The partition with this serial; None if it was cleared or replaced since."""
         partition = self.partitions.get(name)
         return partition if partition is not None and partition.serial == serial else None
 
     def get_or_create(self, name: str) -> Partition:
-        return self.partitions.get(name) or self.create(name)
+        partition = self.partitions.get(name)
+        if partition is None:
+            self.incarnations += 1
+            partition = Partition(name, self.incarnations, self.allocator, self.config.preallocate)
+            self.partitions[name] = partition
+            self.leases.partition_made(name)
+        return partition
 
     def discard(self, partition: Partition) -> None:
         """Free a deleted partition. Many keys and tags are freed in pieces, so that no client waits for it."""
-        if partition.table.size > PIECE and partition.has_objects():
+        if partition.table.size > PIECE and (len(partition.keys) or partition.tags.has_any()):
             self._discarded.append(partition)
             self.tidy()
 
     def tidy(self) -> None:
         """Begin to free what was discarded, unless snapshots may still read it."""
         while self._discarded and not self.snapshots:
-            self.calls.later(_shrinking(self._discarded.pop()))
+            self.calls.later(self._discarded.pop().freeing())
 
     # ---- samples ----
 
@@ -187,31 +181,12 @@ class PlaneState:
         if len(indexes):
             self.unused.append(indexes)
 
-    def holds(self, indexes: Indexes) -> npt.NDArray[np.bool_]:
-        """Which of the indexes are in some partition."""
-        found = np.zeros(len(indexes), dtype=np.bool_)
-        if not len(indexes):
-            return found
-        first, last = int(indexes.min()), int(indexes.max())
-        for partition in self.partitions.values():
-            if partition.table.spans(first, last):
-                found |= partition.table.find(indexes)[1]
-        return found
-
-    def room(self) -> int | None:
-        """The number of samples that may still be inserted; None: unlimited."""
-        return None if self.config.capacity is None else self.config.capacity - self.allocator.num_used
-
-    def _free(self) -> int:
-        room = self.room()
-        return 2**62 if room is None else room
+    def room(self) -> int:
+        """The number of samples that may still be inserted."""
+        capacity = MAX_INDEX if self.config.capacity is None else self.config.capacity
+        return capacity - self.allocator.num_used
 
 
 def ended(wait: Wait, has_turn: bool) -> Reply:
     """The answer to what waits for something that is gone."""
     return Ended(wait.owner.number, "cleared")
-
-
-def _shrinking(partition: Partition) -> Iterator[None]:
-    while partition.shrink(PIECE):
-        yield

@@ -56,11 +56,10 @@ _CONTROLS = {"n": "\n", "t": "\t", "r": "\r"}
 
 @dataclass(frozen=True, slots=True)
 class TagFilter:
-    """``matches(tags)`` never raises for plain data. ``num_tests``: the comparisons that it may take."""
+    """``matches(tags)`` never raises for plain data."""
 
     text: str
     matches: Test
-    num_tests: int
 
 
 @lru_cache(maxsize=256)
@@ -73,9 +72,7 @@ def parse_filter(text: str) -> TagFilter:
         >>> tq.parse_filter("env == 'math' and policy_version >= 7").matches({"env": "math", "policy_version": 8})
         True
     """
-    parser = FilterParser(text)
-    matches = parser.filter()
-    return TagFilter(text, matches, parser.num_tests)
+    return TagFilter(text, FilterParser(text).filter())
 
 
 class _Token(NamedTuple):
@@ -97,7 +94,6 @@ class FilterParser:
         self._text = text
         self._depth = 0
         self._after = 0
-        self.num_tests = 0
         self._next = self._read(0)
 
     # ---- tokens ----
@@ -143,16 +139,17 @@ class FilterParser:
         return test
 
     def _any(self) -> Test:
-        tests = [self._all()]
-        while self._takes("or"):
-            tests.append(self._all())
-        return tests[0] if len(tests) == 1 else _any_of(tests)
+        return self._series("or", self._all, True)
 
     def _all(self) -> Test:
-        tests = [self._one()]
-        while self._takes("and"):
-            tests.append(self._one())
-        return tests[0] if len(tests) == 1 else _all_of(tests)
+        return self._series("and", self._one, False)
+
+    def _series(self, word: str, rule: Callable[[], Test], decides: bool) -> Test:
+        """``decides``: the result of one test that is the result of all."""
+        tests = [rule()]
+        while self._takes(word):
+            tests.append(rule())
+        return tests[0] if len(tests) == 1 else _series(tests, decides)
 
     def _one(self) -> Test:
         self._depth += 1
@@ -160,12 +157,12 @@ class FilterParser:
             self._fail(f"at most {MAX_DEPTH} parentheses and 'not' inside each other")
         try:
             if self._takes("not"):
-                return _negation(self._one())
+                inner = self._one()
+                return lambda tags: not inner(tags)
             if self._takes("("):
                 test = self._any()
                 self._need(")", "after what '(' began")
                 return test
-            self.num_tests += 1
             return self._existence() if self._takes("exists") else self._comparison()
         finally:
             self._depth -= 1
@@ -247,28 +244,14 @@ def _unescaped(text: str) -> str | None:
 # ---- tests of tags ----
 
 
-def _any_of(tests: list[Test]) -> Test:
+def _series(tests: list[Test], decides: bool) -> Test:
     def test(tags: Mapping[str, Any]) -> bool:
-        for each in tests:  # a generator inside any() takes twice as long  # noqa: SIM110
-            if each(tags):
-                return True
-        return False
+        for each in tests:  # a generator inside any() takes twice as long
+            if each(tags) is decides:
+                return decides
+        return not decides
 
     return test
-
-
-def _all_of(tests: list[Test]) -> Test:
-    def test(tags: Mapping[str, Any]) -> bool:
-        for each in tests:  # noqa: SIM110
-            if not each(tags):
-                return False
-        return True
-
-    return test
-
-
-def _negation(inner: Test) -> Test:
-    return lambda tags: not inner(tags)
 
 
 def _comparison(left: _Value, compare: Callable[[Any, Any], Any], right: _Value) -> Test:

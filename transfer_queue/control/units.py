@@ -17,12 +17,13 @@ class UnitTable:
         self.version = 0
         self.lost: dict[int, str] = {}
         """Names of units that have ended, by number."""
-        self._units: dict[int, p.UnitInfo] = {}
+        self.by_number: dict[int, p.UnitInfo] = {}
+        """The units that are there."""
         self._next = 1
 
     def add_own(self, name: str, host: str, addresses: list[str], capacity_nbytes: int | None) -> None:
         """The unit in the controller's process. It lives as long as the controller."""
-        self._units[0] = p.UnitInfo(0, name, host, addresses, capacity_nbytes)
+        self.by_number[0] = p.UnitInfo(0, name, host, addresses, capacity_nbytes)
         self.version += 1
 
     def join(self, request: p.JoinUnit) -> int:
@@ -30,7 +31,7 @@ class UnitTable:
         if not request.addresses:
             raise InvalidRequestError(f"storage unit {request.name!r} joins without an address.")
         number, self._next = self._next, self._next + 1
-        self._units[number] = p.UnitInfo(
+        self.by_number[number] = p.UnitInfo(
             number, request.name, request.host, request.addresses, request.capacity_nbytes
         )  # fmt: skip
         self.version += 1
@@ -38,18 +39,14 @@ class UnitTable:
 
     def remove(self, number: int) -> None:
         """The unit has ended."""
-        self.lost[number] = self._units.pop(number).name
+        self.lost[number] = self.by_number.pop(number).name
         while len(self.lost) > _MOST_TOLD:
             del self.lost[next(iter(self.lost))]
         self.version += 1
 
-    def infos(self) -> list[p.UnitInfo]:
-        """The units that are there."""
-        return list(self._units.values())
-
     def check(self, spec: p.FieldSpec) -> None:
         """Raises UnitLostError if values lie in a unit that has ended."""
         for number, _ in spec.units or ():
-            if number and number not in self._units:
+            if number and number not in self.by_number:
                 name = self.lost.get(number, "unknown")
                 raise UnitLostError(f"storage unit {number} ({name}) has ended: put these values again.")

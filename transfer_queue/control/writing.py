@@ -32,7 +32,6 @@ class Reservation(Holding):
     """Samples of a write under way. Nobody else knows their indexes, unless they are ``keyed``."""
 
     until = Until.DONE
-    __slots__ = ("_state", "indexes", "keyed", "partition", "serial")
 
     def __init__(self, state: PlaneState, partition: Partition, indexes: p.Indexes, keyed: bool = False) -> None:
         self._state, self.partition, self.serial, self.indexes = state, partition.name, partition.serial, indexes
@@ -57,7 +56,8 @@ class Reservation(Holding):
             rows, found = partition.table.find(indexes)
             partition.release_reserved(rows[found])
             state.freed(partition)
-        state.delete(indexes[~state.holds(indexes)])
+            indexes = indexes[~partition.table.find(indexes)[1]]
+        state.delete(indexes)
 
 
 class Permit(Holding):
@@ -66,39 +66,35 @@ class Permit(Holding):
     """
 
     until = Until.DONE
-    __slots__ = ("_call", "_state")
 
-    def __init__(self, state: PlaneState, call: Call, request: Rewrite) -> None:
-        self._state, self._call = state, (call.client, call.number)
-        state.freezes.permits[self._call] = lambda: len(replaced(state, request)) > 0
+    def __init__(self, state: PlaneState, write: tuple[str, int], request: Rewrite) -> None:
+        """``write``: client and first call."""
+        self._state, self.write, self.request = state, write, request
+
+    def replaces(self) -> bool:
+        """Whether it would replace values now."""
+        return len(replaced(self._state, self.request)) > 0
 
     def keep(self) -> None:
         """The write is over."""
-        if self._state.freezes.permits.pop(self._call, None) is not None:
-            self._state.waits.wake_first(SAVING)
+        self._state.waits.wake_first(SAVING)
 
     def undo(self) -> bool:
-        self._over(False)
+        self._end_write(False)
         return True
 
-    def _over(self, published: bool) -> None:
-        self._state.ended_writes.append((*self._call, published))
+    def _end_write(self, published: bool) -> None:
+        self._state.ended_writes.append((*self.write, published))
         self.keep()
 
 
-class Committing(Holding):
+class Committing(Permit):
     """A write to samples that exist is published, and its client commits the values."""
 
-    __slots__ = ("_permit",)
-
-    def __init__(self, permit: Permit) -> None:
-        self._permit = permit
-
-    def keep(self) -> None:
-        self._permit.keep()
+    until = Until.RECEIVED
 
     def undo(self) -> bool:
-        self._permit._over(True)
+        self._end_write(True)
         return False
 
 
@@ -106,7 +102,6 @@ class NewSamples(Holding):
     """Samples with their values, as a put leaves them. If its session ends, they stay."""
 
     outlives_session = True
-    __slots__ = ("_indexes", "_num_rewrites", "_partition", "_serial", "_state")
 
     def __init__(self, state: PlaneState, partition: Partition, indexes: p.Indexes) -> None:
         self._state, self._partition, self._serial = state, partition.name, partition.serial
@@ -126,8 +121,6 @@ class NewSamples(Holding):
 class Insertion(Holding):
     """New samples without values."""
 
-    __slots__ = ("_indexes", "_partition", "_serial", "_state")
-
     def __init__(self, state: PlaneState, partition: Partition, indexes: p.Indexes) -> None:
         self._state, self._partition, self._serial, self._indexes = state, partition.name, partition.serial, indexes
 
@@ -144,20 +137,18 @@ class Insertion(Holding):
 
 def write(state: PlaneState, call: Call, request: Writer) -> p.Reply | Wait:
     """Serve a writer at once if no other waits or it needs no room; otherwise it waits."""
-    check(state, request)
-    count = count_of(state, request)
+    count = check(state, request)
     if not count or not state.waits.count or not state.waits.has(WRITERS):
         reply = _admit(state, call, request, count)
         if reply is not None:
             return reply
 
     def answer(wait: Wait, has_turn: bool) -> p.Reply | None:
-        check(state, request)
-        count = count_of(state, request)
+        count = check(state, request)
         reply = _admit(state, call, request, count) if has_turn or not count else None
         if reply is None:
             state.waits.resize(wait, count)  # its keys may have been created or cleared
-        return reply or (_full(state, request, state.calls.now - wait.since) if wait.late else None)
+        return reply or (_full(state, request, count, state.calls.now - wait.since) if wait.late else None)
 
     keys: list[Hashable] = [(WRITERS, request.partition)]
     if isinstance(request, p.ResolveKeys):
@@ -165,15 +156,13 @@ def write(state: PlaneState, call: Call, request: Writer) -> p.Reply | Wait:
     return Wait(WRITERS, call.since + request.wait_s, answer, size=count, keys=tuple(keys))
 
 
-def count_of(state: PlaneState, request: Writer) -> int:
-    """The number of samples that the request would add."""
-    return len(_new_keys(state, request)) if isinstance(request, p.ResolveKeys) else request.count
+def check(state: PlaneState, request: Writer) -> int:
+    """The number of samples that the request would add.
 
-
-def check(state: PlaneState, request: Writer) -> None:
-    """Raises for errors that waiting can't resolve, before anything is reserved."""
-    count = count_of(state, request)
-    if not isinstance(request, p.ResolveKeys) and count < 1:
+    Raises for errors that waiting can't resolve, before anything is reserved.
+    """
+    count = len(_new_keys(state, request)) if isinstance(request, p.ResolveKeys) else request.count
+    if count < 1 and not isinstance(request, p.ResolveKeys):
         raise InvalidRequestError(f"a put needs at least one sample, got {count}.")
     if count > _MOST_AT_ONCE:
         raise InvalidRequestError(f"a put takes at most {_MOST_AT_ONCE} samples at once, got {count}. Put fewer.")
@@ -183,36 +172,36 @@ def check(state: PlaneState, request: Writer) -> None:
             f"Storage capacity exceeded: {count} samples were put at once, the queue holds {capacity} at most "
             f"(total_storage_size). Put fewer at a time, or raise it."
         )
-    if isinstance(request, p.ResolveKeys) and request.role is not None:
-        check_terms(request.role)
-        state.leases.check_budgets(request.role.tasks)
-        if len(set(request.keys)) < len(request.keys):
-            raise GroupStateError("two of these groups have the same key. Give each its own, or no keys.")
     partition = state.partitions.get(request.partition)
+    if isinstance(request, p.ResolveKeys) and request.role is not None:
+        _check_groups(state, request, request.role, partition)
     if partition is None:
-        return
+        return count
     if count and not (isinstance(request, p.Reserve) and request.role is not None):
         partition.check_open(count)
-    if isinstance(request, p.ResolveKeys) and request.role is not None:
-        _check_new(partition, request.keys)
     if not isinstance(request, p.Insert):
-        num_rows = len(request.keys) if isinstance(request, p.ResolveKeys) else request.count
+        num_rows = len(request.keys) if isinstance(request, p.ResolveKeys) else count
         partition.schema.check(request.fields, request.partition, num_rows)
+    return count
 
 
-def _check_new(partition: Partition, keys: Sequence[str]) -> None:
-    known = [key for key, index in zip(keys, partition.keys.indexes_of(keys), strict=True) if index is not None]
+def _check_groups(state: PlaneState, request: p.ResolveKeys, terms: p.Terms, partition: Partition | None) -> None:
+    """Raises for new groups that can't be made."""
+    check_terms(terms)
+    state.leases.check_budgets(terms.tasks)
+    if len(set(request.keys)) < len(request.keys):
+        raise GroupStateError("two of these groups have the same key. Give each its own, or no keys.")
+    known = [] if partition is None else [key for key in request.keys if partition.keys.index_of(key) is not None]
     if known:
         raise GroupStateError(
-            f"{len(known)} of {len(keys)} keys exist in partition {partition.name!r} already, first {known[0]!r}; no "
-            f"group was added. Give new keys, or none."
+            f"{len(known)} of {len(request.keys)} keys exist in partition {request.partition!r} already, first "
+            f"{known[0]!r}; no group was added. Give new keys, or none."
         )
 
 
 def _admit(state: PlaneState, call: Call, request: Writer, count: int) -> p.Reply | None:
     """Serve the request if there is room; None if there isn't. Done: values that it replaces are being saved by now."""
-    room = state.room()
-    if room is not None and count > room:
+    if count > state.room():
         return None
     if isinstance(request, p.ResolveKeys):
         return p.Done(request.id) if _must_wait(state, request) else _bind_keys(state, call, request)
@@ -234,10 +223,10 @@ def _admit(state: PlaneState, call: Call, request: Writer, count: int) -> p.Repl
     return describe(request.id, partition, indexes, request.fields, rows)
 
 
-def _full(state: PlaneState, request: Writer, waited_s: float) -> p.Failed:
+def _full(state: PlaneState, request: Writer, count: int, waited_s: float) -> p.Failed:
     """The reply to a writer that waited too long."""
     text = (
-        f"Storage capacity exceeded: {count_of(state, request)} samples for partition {request.partition!r} waited "
+        f"Storage capacity exceeded: {count} samples for partition {request.partition!r} waited "
         f"{waited_s:.1f} s for room, {state.room()} of {state.config.capacity} are free (total_storage_size). "
         f"{held_up_by(state)}Clear consumed samples or partitions, raise it, or raise put_timeout_s."
     )
@@ -249,7 +238,7 @@ def held_up_by(state: PlaneState) -> str:
     text = ", ".join(
         keepers(
             (partition.num_live, {
-                task: (consumer.num_unconsumed, consumer.ledger.num_open_samples())
+                task: (consumer.num_unconsumed, consumer.ledger.num_open_samples)
                 for task, consumer in partition.consumers.items()
             })
             for partition in state.partitions.values() if not is_internal(partition.name)
@@ -303,7 +292,8 @@ def _bind_keys(state: PlaneState, call: Call, request: p.ResolveKeys) -> p.Reply
             state.calls.hold(call, Insertion(state, partition, indexes))
     if request.hold or request.writes:
         state.producers.announced(call, request.fields)
-        state.calls.hold(call, Permit(state, call, request))  # for new ones, too: others may name their keys by now
+        # For new ones, too: others may name their keys by now.
+        state.calls.hold(call, Permit(state, (call.client, call.number), request))
     return describe_keys(partition, request.id, request.keys)
 
 
@@ -389,7 +379,7 @@ def _check_fields(state: PlaneState, call: Call, request: p.CheckFields) -> p.Re
     rows = partition.rows_of(p.unpack_indexes(request.indexes))
     partition.schema.check(request.fields, request.partition, len(rows))
     state.producers.announced(call, request.fields)
-    state.calls.hold(call, Permit(state, call, request))
+    state.calls.hold(call, Permit(state, (call.client, call.number), request))
     return p.Done(request.id, partition.schema.dtypes_with(request.fields))
 
 
@@ -455,7 +445,7 @@ def _complete(state: PlaneState, call: Call, request: p.Publish, first: Call, pa
                 state.calls.hold(call, NewSamples(state, partition, indexes))
                 keeps = True
         elif isinstance(own, Permit) and request.uncommitted:
-            state.calls.hold(call, Committing(own))
+            state.calls.hold(call, Committing(state, own.write, own.request))
             keeps = True
         elif isinstance(own, Permit):
             own.keep()

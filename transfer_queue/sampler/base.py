@@ -7,11 +7,11 @@ import copy
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from numbers import Real
-from typing import Any, Protocol, TypeVar
+from pkgutil import resolve_name
+from typing import Any, TypeVar
 
 from transfer_queue.errors import SamplerError
 
@@ -22,27 +22,6 @@ CALLABLE_KEY = "$callable"
 """A function among a constructor's arguments, in ``spec()``: ``{"$callable": "module:name"}``."""
 
 _SamplerT = TypeVar("_SamplerT", bound="BaseSampler")
-
-
-class PartitionView(Protocol):
-    """What a sampler may read besides the ready indexes. Direct callers may pass less; see each sampler."""
-
-    partition_id: str
-    sealed: bool
-    keys_mapping: Mapping[str, int]
-
-    def get_custom_meta(self, indexes: list[int]) -> dict[int, dict[str, Any]]:
-        """Tags per index."""
-
-    def put_positions(self, indexes: list[int]) -> list[tuple[int, int]]:
-        """Per index: its offset within its put, and the number of samples of that put."""
-
-    def whole_groups(self, ready_indexes: Sequence[int], size: int, count: int | None = None) -> list[list[int]]:
-        """The first ``count`` whole groups of ``size`` samples, oldest first; none if there are fewer. None: all.
-
-        A group is ``size`` samples of one put, from a multiple of ``size`` on. A missing sample then never shifts later
-        groups. A chain of smaller whole puts with consecutive indexes that adds up to ``size`` is a group, too.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +35,7 @@ class Round:
     """None: a reader that names no rank."""
     batch_index: int | None
     partition: Any
-    """A PartitionView."""
+    """What may be read besides: a PartitionView of control/draw.py. Direct callers may pass less; see each sampler."""
 
 
 class BaseSampler(ABC):
@@ -192,11 +171,24 @@ class BaseSampler(ABC):
                 f"Register the sampler with dp_size={dp_size}."
             )
 
+    def _rank(self, dp_rank: int | None, num_ranks: int | None) -> int:
+        """The rank that is answered, where ``sample`` draws for all of them."""
+        if dp_rank is None and (num_ranks or 1) > 1:
+            raise SamplerError(
+                f"{type(self).__name__} splits over {num_ranks} ranks and needs dp_rank to answer one of them. "
+                f'Pass sampling_config={{"dp_rank": ..., "batch_index": ...}}.'
+            )
+        if dp_rank is not None and dp_rank < 0:
+            raise SamplerError(f"dp_rank must be greater than or equal to 0, got {dp_rank}.")
+        return dp_rank or 0
+
     def _recall(self, partition_id: str, task_name: str, dp_rank: int, batch_index: int) -> Picked | None:
         pair = self._states.get(partition_id, {}).get(task_name, {}).get(dp_rank, {}).get(batch_index)
         return None if pair is None else (list(pair[0]), list(pair[1]))
 
-    def _remember(self, partition_id: str, task_name: str, dp_rank: int, batch_index: int, sampled: list[int]) -> None:
+    def _remember(
+        self, partition_id: str, task_name: str, dp_rank: int | None, batch_index: int, sampled: list[int]
+    ) -> None:
         # Copies, here and in _recall: a caller that changes its list must not change the memory.
         ranks = self._states.setdefault(partition_id, {}).setdefault(task_name, {})
         ranks.setdefault(dp_rank, {})[batch_index] = (list(sampled), list(sampled))
@@ -215,6 +207,14 @@ class RoundSampler(BaseSampler):
 
         A round that doesn't exist yet must be cheap to refuse, because this is called after every change.
         """
+
+    def _share(self, wanted: Round, rank: int, task_name: str, partition_id: str) -> Picked:
+        """One rank's share of a round. The first rank to ask draws for all, and their shares are remembered."""
+        batch = wanted.batch_index or 0
+        if self._recall(partition_id, task_name, rank, batch) is None:
+            for each, share in zip(wanted.ranks, self.round(wanted), strict=False):
+                self._remember(partition_id, task_name, each, batch, share)
+        return self._recall(partition_id, task_name, rank, batch) or ([], [])
 
 
 def dealt(indexes: list[int], size: int) -> list[list[int]]:
@@ -246,13 +246,11 @@ def _import_path(function: Any) -> str | None:
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if not (isinstance(module, str) and isinstance(name, str)):
         return None
+    path = f"{module}:{name}"
     try:
-        found: Any = import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError):
+        return path if resolve_name(path) is function else None
+    except (ImportError, AttributeError, ValueError):  # a function within another one has no path
         return None
-    return f"{module}:{name}" if found is function else None
 
 
 Weight = str | Callable[[dict[str, Any]], float]

@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import repeat
 
 from transfer_queue.errors import InvalidRequestError
 
-# (sum, number of items, first item): the order of sets. The first item breaks ties and names the set.
-_Set = tuple[float, int, int]
+# (sum, number of items, first item, items): the order of sets. No two have the same first item, which breaks ties.
+_Set = tuple[float, int, int, list[int]]
 # Negated, so that the smallest key is joined next: (spread, and sum, count and first item of the largest set).
 _Key = tuple[float, float, int, int]
 # The sets are ascending, or at least a heap with the smallest on top.
 _State = tuple[_Key, list[_Set]]
 
-_EMPTY: _Set = (0, 0, -1)
+_EMPTY: _Set = (0, 0, -1, [])
 
 
 class PartitionInputError(InvalidRequestError, AssertionError):
@@ -48,8 +48,12 @@ def karmarkar_karp(seqlen_list: Sequence[float], k_partitions: int, equal_size: 
         return [list(range(len(values)))]
     # Equal values are ordered by descending position, as ties are everywhere else.
     order = sorted(range(len(values)), key=values.__getitem__)[::-1]
-    joining = _Joining([values[position] for position in order], order, k_partitions)
-    return joining.members(joining.rows() if equal_size else joining.items())
+    singles: list[_Set] = [(values[item], 1, item, [item]) for item in order]
+    states = _rows(singles, k_partitions) if equal_size else _full_states(singles, k_partitions)
+    while len(states) > 1:
+        _join_top_two(states)
+    sets = states[0][1] if states else [_EMPTY] * k_partitions
+    return [sorted(items) for *_, items in sorted(sets, reverse=True)]
 
 
 def get_seqlen_balanced_partitions(
@@ -82,112 +86,76 @@ def _checked(seqlen_list: Sequence[float], k_partitions: int, equal_size: bool) 
     return values
 
 
-class _Joining:
-    """One run of the method, over items in descending order."""
-
-    def __init__(self, values: list[float], order: list[int], k: int) -> None:
-        self._values = values
-        self._order = order
-        self._k = k
-        self._heap: list[_State] = []
-        # By first item: the set that a set was joined to. The last slot is for the empty set, with item -1.
-        self._joined_to = list(range(len(values) + 1))
-
-    def rows(self) -> list[_Set]:
-        """Start from states of k neighbours each, so that every set of a state has the same number of items."""
-        heap = self._heap = [self._row(at, at + self._k) for at in range(0, len(self._values), self._k)]
-        heapq.heapify(heap)
-        while len(heap) > 1:
-            self._join_top_two()
-        return heap[0][1] if heap else [_EMPTY] * self._k
-
-    def items(self) -> list[_Set]:
-        """Start from one item per state. Single items wait in ``_values``, full states in ``_heap``."""
-        heap, at = self._heap, 0
-        while at < len(self._values):
-            if not heap or self._single(at) < heap[0][0]:
-                end = self._end_of_row(at)
-                row = self._row(at, end)
-                if end - at == self._k:
-                    heapq.heappush(heap, row)
-                elif heap:
-                    heapq.heapreplace(heap, self._joined(row[1], heap[0][1]))
-                else:
-                    return row[1]
-                at = end
-            elif added := self._add_items(at):
-                at += added
-            else:
-                self._join_top_two()
-        while len(heap) > 1:
-            self._join_top_two()
-        return heap[0][1] if heap else [_EMPTY] * self._k
-
-    def members(self, sets: list[_Set]) -> list[list[int]]:
-        """The items of each set, ascending; sets by descending sum."""
-        joined_to = self._joined_to
-        members: dict[int, list[int]] = {first: [] for _, _, first in sorted(sets, reverse=True) if first >= 0}
-        for item in range(len(self._values)):
-            first = item
-            while joined_to[first] != first:
-                # Path halving shortens later look-ups: near-constant on average.
-                joined_to[first] = first = joined_to[joined_to[first]]
-            members[first].append(item)
-        return [*members.values(), *([] for _ in range(self._k - len(members)))]
-
-    def _end_of_row(self, start: int) -> int:
-        """The end of the single items from ``start`` on that are joined before a full state's turn."""
-        end = min(start + self._k, len(self._values))
-        if not self._heap or self._values[end - 1] > -self._heap[0][0][0]:
-            return end
-        return next(at for at in range(start + 1, end + 1) if at == end or self._single(at) > self._heap[0][0])
-
-    def _add_items(self, start: int) -> int:
-        """Add single items to the top state while those are the two to join. Returns how many."""
-        heap, values = self._heap, self._values
-        key, sets = heapq.heappop(heap)
-        rival = heap[0][0] if heap else (1, 0, 0, 0)
-        rival_spread = -rival[0]
-        top = (-key[1], -key[2], -key[3])
-        at = start
-        while at < len(values):
-            value = values[at]
-            low_sum, low_count, low_first = sets[0]
-            # Spreads decide unless they tie; only then are whole keys compared.
-            if not top[0] - low_sum > value > rival_spread and not _key(sets[0], top) < self._single(at) < rival:
-                break
-            self._joined_to[self._order[at]] = low_first
-            grown = (low_sum + value, low_count + 1, low_first)
-            heapq.heapreplace(sets, grown)
-            top = max(top, grown)
-            at += 1
-        heapq.heappush(heap, (_key(sets[0], top), sets))
-        return at - start
-
-    def _join_top_two(self) -> None:
-        first = heapq.heappop(self._heap)[1]
-        heapq.heapreplace(self._heap, self._joined(first, self._heap[0][1]))
-
-    def _joined(self, into: list[_Set], other: list[_Set]) -> _State:
-        joined_to = self._joined_to
-        sets = []
-        into.sort()
-        other.sort(reverse=True)
-        for (a_sum, a_count, a_first), (b_sum, b_count, b_first) in zip(into, other, strict=True):
-            first = a_first if a_count else b_first
-            joined_to[b_first] = first
-            sets.append((a_sum + b_sum, a_count + b_count, first))
-        sets.sort()
-        return _key(sets[0], sets[-1]), sets
-
-    def _row(self, start: int, end: int) -> _State:
-        sets = [_EMPTY] * (self._k - end + start)
-        sets += zip(self._values[start:end][::-1], repeat(1), self._order[start:end][::-1])
-        return _key(sets[0], sets[-1]), sets
-
-    def _single(self, at: int) -> _Key:
-        return -self._values[at], -self._values[at], -1, -self._order[at]
+def _rows(singles: list[_Set], k: int) -> list[_State]:
+    """Start from states of k neighbours each, so that every set of a state has the same number of items."""
+    rows = [_row(singles[at : at + k], k) for at in range(0, len(singles), k)]
+    heapq.heapify(rows)
+    return rows
 
 
-def _key(lowest: _Set, top: _Set) -> _Key:
+def _full_states(singles: list[_Set], k: int) -> list[_State]:
+    """Start from one item per state, until all items are in states of k sets."""
+    heap: list[_State] = []
+    at = 0
+    while at < len(singles):
+        if heap and heap[0][0] < _single(singles[at]):
+            start, at = at, _add_items(heap, singles, at)
+            if at == start:
+                _join_top_two(heap)
+            continue
+        end = min(at + k, len(singles))
+        if heap:  # items that are joined before a full state's turn
+            end = bisect_left(singles, heap[0][0], at, end, key=_single)
+        row = _row(singles[at:end], k)
+        if heap and end - at < k:
+            heapq.heapreplace(heap, _joined(row[1], heap[0][1]))
+        else:
+            heapq.heappush(heap, row)
+        at = end
+    return heap
+
+
+def _add_items(heap: list[_State], singles: list[_Set], at: int) -> int:
+    """Add single items to the top state while those are the two to join. Returns which item is next."""
+    key, sets = heapq.heappop(heap)
+    rival: _Key = heap[0][0] if heap else (1, 0, 0, 0)
+    top = (-key[1], -key[2], -key[3])
+    while at < len(singles) and key < _single(singles[at]) < rival:
+        value, _, item, _ = singles[at]
+        low, count, first, items = sets[0]
+        items.append(item)
+        grown = (low + value, count + 1, first, items)
+        heapq.heapreplace(sets, grown)
+        top = max(top, grown[:3])
+        key = _key(sets[0], top)
+        at += 1
+    heapq.heappush(heap, (key, sets))
+    return at
+
+
+def _join_top_two(heap: list[_State]) -> None:
+    first = heapq.heappop(heap)[1]
+    heapq.heapreplace(heap, _joined(first, heap[0][1]))
+
+
+def _joined(into: list[_Set], other: list[_Set]) -> _State:
+    sets: list[_Set] = []
+    for one, two in zip(sorted(into), sorted(other, reverse=True), strict=True):
+        more, fewer = (one[3], two[3]) if one[1] >= two[1] else (two[3], one[3])
+        more += fewer
+        sets.append((one[0] + two[0], one[1] + two[1], one[2] if one[1] else two[2], more))
+    sets.sort()
+    return _key(sets[0], sets[-1][:3]), sets
+
+
+def _row(singles: list[_Set], k: int) -> _State:
+    sets = [_EMPTY] * (k - len(singles)) + singles[::-1]
+    return _key(sets[0], sets[-1][:3]), sets
+
+
+def _single(item: _Set) -> _Key:
+    return _key(_EMPTY, item[:3])
+
+
+def _key(lowest: _Set, top: tuple[float, int, int]) -> _Key:
     return lowest[0] - top[0], -top[0], -top[1], -top[2]

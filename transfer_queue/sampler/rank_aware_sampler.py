@@ -67,10 +67,8 @@ class RankAwareSampler(RoundSampler):
         config = sampling_config or {}
         if not any(name.startswith(_REPLICA_PREFIX) for name in config):
             return super().has_cached_result(partition_id, task_name, config)
-        if (partition_id, task_name) not in self._replica_tasks:
-            return False
         group, rank, _ = _replica(config)
-        return bool(self._states[partition_id][task_name].get(group, {}).get(rank))
+        return bool(self._states.get(partition_id, {}).get(task_name, {}).get(group, {}).get(rank))
 
     def forget(self, partition_id: str, task_name: str, batch_index: int | None) -> None:
         if (partition_id, task_name) not in self._replica_tasks:  # replica batches are removed when read
@@ -90,9 +88,7 @@ class RankAwareSampler(RoundSampler):
     def _numbered_batch(
         self, ready: Sequence[int], batch_size: int, task: str, partition: str, batch_of_rank: tuple[int, int]
     ) -> Picked:
-        dp_rank, batch_index = batch_of_rank
-        if dp_rank < 0:
-            raise SamplerError(f"dp_rank must be greater than or equal to 0, got {dp_rank}.")
+        dp_rank, batch_index = self._rank(batch_of_rank[0], None), batch_of_rank[1]
         self._refuse_mixing(partition, task, replicas=False)
         batch = self._states.get(partition, {}).get(task, {}).get(dp_rank, {}).get(batch_index)
         if batch is None:

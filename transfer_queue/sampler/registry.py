@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Iterable
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from transfer_queue.errors import SamplerError
@@ -96,13 +96,10 @@ def _import(module: str, name: str, allowed: tuple[str, ...]) -> Any:
             f"Add it, or a package above it, to controller.sampler_modules."
         )
     try:
-        found: Any = import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
+        return resolve_name(f"{module}:{name}")
+    except (ImportError, AttributeError, ValueError) as error:
         hint = " Move it from the script into a module of its own." if module == "__main__" else ""
         raise SamplerError(f"can't import {module}:{name} here: {error}.{hint}") from error
-    return found
 
 
 def _is_allowed(module: str, allowed: tuple[str, ...]) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from transfer_queue.errors import SamplerError
@@ -48,7 +49,16 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
             raise SamplerError(f"dp_size must be positive, got {dp_size}.")
         self.dp_size: int = dp_size
         self.weight = weight
-        self._balanced_cache: dict[tuple[str, str, int], list[list[int]]] = {}
+
+    @property
+    def _balanced_cache(self) -> dict[tuple[str, str, int], list[list[int]]]:
+        """By partition, task and batch: the shares of all ranks that are remembered. Checkpoints have them, too."""
+        found: dict[tuple[str, str, int], list[list[int]]] = {}
+        for partition, tasks in self._states.items():
+            for task, ranks in tasks.items():
+                for batch, (share, _) in chain.from_iterable(batches.items() for batches in ranks.values()):
+                    found.setdefault((partition, task, batch), []).append(share)
+        return found
 
     def samples_needed(self, batch_size: int, dp_size: int | None) -> int:
         return batch_size * self.dp_size
@@ -59,51 +69,21 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         **kwargs: Any,
     ) -> Picked:  # fmt: skip
         """This rank's share of global batch ``batch_index`` (None: 0). The first rank to ask draws for all ranks."""
-        rank = self._rank(dp_rank)
+        rank = self._rank(dp_rank, self.dp_size)
         self._check_ranks(dp_size)
         if rank >= self.dp_size:
             return [], []
-        batch = batch_index or 0
-        if (partition_id, task_name, batch) not in self._balanced_cache:
-            # ``batch_size`` must be a multiple per rank, otherwise groups couldn't be dealt out equally.
-            self._check_multiple(batch_size)
-            groups = self._groups(ready_indexes, batch_size * self.dp_size, partition)
-            if not groups:
-                return [], []
-            self._keep(partition_id, task_name, batch, self._split(groups, partition))
-        return self._recall(partition_id, task_name, rank, batch) or ([], [])
+        wanted = Round(ready_indexes, batch_size, tuple(range(self.dp_size)), batch_index, partition)
+        return self._share(wanted, rank, task_name, partition_id)
 
     def round(self, wanted: Round) -> list[list[int]]:
+        # ``batch_size`` must be a multiple per rank, otherwise groups couldn't be dealt out equally.
         self._check_multiple(wanted.batch_size)
         groups = self._groups(wanted.ready, wanted.batch_size * self.dp_size, wanted.partition)
         return self._split(groups, wanted.partition) if groups else []
 
-    def forget(self, partition_id: str, task_name: str, batch_index: int | None) -> None:
-        super().forget(partition_id, task_name, batch_index)
-        self._balanced_cache.pop((partition_id, task_name, batch_index or 0), None)
-
-    def clear_cache(self, partition_id: str) -> None:
-        super().clear_cache(partition_id)
-        self._balanced_cache = {key: shares for key, shares in self._balanced_cache.items() if key[0] != partition_id}
-
     def save_checkpoint(self) -> dict[str, Any]:
         return {**super().save_checkpoint(), "_balanced_cache": copy.deepcopy(self._balanced_cache)}
-
-    def load_checkpoint(self, state: dict[str, Any]) -> None:
-        super().load_checkpoint(state)
-        self._balanced_cache = copy.deepcopy(state.get("_balanced_cache", {}))
-
-    def _rank(self, dp_rank: int | None) -> int:
-        if dp_rank is None and self.dp_size == 1:
-            return 0
-        if dp_rank is None:
-            raise SamplerError(
-                f"{type(self).__name__} splits over {self.dp_size} ranks and needs dp_rank to answer one of them. "
-                f'Pass sampling_config={{"dp_rank": ..., "batch_index": ...}}.'
-            )
-        if dp_rank < 0:
-            raise SamplerError(f"dp_rank must be greater than or equal to 0, got {dp_rank}.")
-        return dp_rank
 
     def _split(self, groups: list[list[int]], view: Any) -> list[list[int]]:
         """One list of samples per rank."""
@@ -126,8 +106,3 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
             self._told = True
             logger.warning("samples without the tag %r count as 1 where batches are balanced by it.", _LENGTHS)
         return sample_weights(samples, self.weight, view, missing=1)
-
-    def _keep(self, partition_id: str, task_name: str, batch: int, shares: list[list[int]]) -> None:
-        self._balanced_cache[(partition_id, task_name, batch)] = shares
-        for rank, share in enumerate(shares):
-            self._remember(partition_id, task_name, rank, batch, share)

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 from transfer_queue.errors import SamplerError
@@ -59,20 +59,16 @@ class TokenBudgetSampler(RoundSampler):
         """This rank's share of round ``batch_index`` (None: 0), or ([], []) while more samples would fit."""
         self.check(batch_size, dp_size)
         num_ranks = self.dp_size or dp_size
-        rank = _rank(dp_rank, num_ranks)
+        rank = self._rank(dp_rank, num_ranks)
+        if num_ranks is not None and rank >= num_ranks:
+            raise SamplerError(f"dp_rank {rank} is outside 0..{num_ranks - 1}: the task has dp_size {num_ranks}.")
+        ranks = (rank,) if num_ranks is None else tuple(range(num_ranks))
+        wanted = Round(in_index_order(ready_indexes), batch_size, ranks, batch_index, partition)
+        if len(ranks) > 1 or None not in (dp_rank, batch_index):
+            return self._share(wanted, rank, task_name, partition_id)
         # A single rank without batch numbers remembers nothing, or it would get the same batch forever.
-        remembers = (num_ranks or 1) > 1 or None not in (dp_rank, batch_index)
-        batch = batch_index or 0
-        if remembers and (cached := self._recall(partition_id, task_name, rank, batch)) is not None:
-            return cached
-        shares = self._draw(in_index_order(ready_indexes), batch_size, num_ranks or 1, partition)
-        if not shares:
-            return [], []
-        by_rank = {rank: shares[0]} if num_ranks is None else dict(enumerate(shares))
-        if remembers:
-            for each, share in by_rank.items():
-                self._remember(partition_id, task_name, each, batch, share)
-        return list(by_rank[rank]), list(by_rank[rank])
+        sampled = next(iter(self.round(wanted)), [])
+        return sampled, list(sampled)
 
     def round(self, wanted: Round) -> list[list[int]]:
         return self._draw(wanted.ready, wanted.batch_size, len(wanted.ranks), wanted.partition)
@@ -117,20 +113,6 @@ class TokenBudgetSampler(RoundSampler):
                 indexes.append(index)
                 weights.append(weight)
         return indexes, weights
-
-
-def _rank(dp_rank: int | None, num_ranks: int | None) -> int:
-    if dp_rank is None and (num_ranks or 1) > 1:
-        raise SamplerError(
-            f"TokenBudgetSampler draws for {num_ranks} ranks and needs dp_rank to answer one of them. "
-            f'Pass sampling_config={{"dp_rank": ..., "batch_index": ...}}.'
-        )
-    rank = dp_rank or 0
-    if rank < 0:
-        raise SamplerError(f"dp_rank must be greater than or equal to 0, got {rank}.")
-    if num_ranks is not None and rank >= num_ranks:
-        raise SamplerError(f"dp_rank {rank} is outside 0..{num_ranks - 1}: the task has dp_size {num_ranks}.")
-    return rank
 
 
 class _Packing:
@@ -182,35 +164,25 @@ class _Packing:
     def _pack(self, count: int) -> list[list[int]] | None:
         if count not in self._packed:
             heaviest_first = sorted(range(count), key=self._weights.__getitem__, reverse=True)
-            self._packed[count] = self._to_lightest(heaviest_first) or self._to_tightest(heaviest_first)
+            self._packed[count] = self._filled(heaviest_first, True) or self._filled(heaviest_first, False)
         return self._packed[count]
 
-    def _to_lightest(self, items: list[int]) -> list[list[int]] | None:
-        """Put each item into the lightest bin: even, but the gaps become too small for the last items."""
+    def _filled(self, items: list[int], evenly: bool) -> list[list[int]] | None:
+        """Put each item into the lightest bin: even, but the gaps become too small for the last items. Or into the
+        fullest bin that takes it, which fills gaps.
+        """
         bins: list[list[int]] = [[] for _ in range(self._num_bins)]
-        open_bins: list[tuple[float, int, int]] = [(0, 0, number) for number in range(self._num_bins)]
+        room = [(self._most_weight, 0, number) for number in range(self._num_bins)]  # what is left, -items, number
         for item in items:
-            if not open_bins or open_bins[0][0] + self._weights[item] > self._most_weight:
+            weight = self._weights[item]
+            at = len(room) - 1 if evenly else bisect_left(room, weight, key=itemgetter(0))
+            if not 0 <= at < len(room) or room[at][0] < weight:
                 return None
-            weight, length, number = heapq.heappop(open_bins)
+            left, length, number = room.pop(at)
             bins[number].append(item)
-            if length + 1 < self._most_items:
-                heapq.heappush(open_bins, (weight + self._weights[item], length + 1, number))
-        return [sorted(each) for each in bins]
-
-    def _to_tightest(self, items: list[int]) -> list[list[int]] | None:
-        """Put each item into the fullest bin that takes it: uneven, but fills gaps."""
-        bins: list[list[int]] = [[] for _ in range(self._num_bins)]
-        room = [(self._most_weight, number) for number in range(self._num_bins)]
-        for item in items:
-            at = bisect_left(room, (self._weights[item], -1))
-            if at == len(room):
-                return None
-            left, number = room.pop(at)
-            bins[number].append(item)
-            if len(bins[number]) < self._most_items:
-                insort(room, (left - self._weights[item], number))
+            if 1 - length < self._most_items:
+                insort(room, (left - weight, length - 1, number))
         for empty in bins:
             if not empty:
                 empty.append(max(bins, key=len).pop())
-        return [sorted(each) for each in bins]
+        return sorted(sorted(each) for each in bins)

@@ -98,9 +98,9 @@ def count_looks(patch: pytest.MonkeyPatch) -> Looks:
             counts.fetches += 1
             return super().answer(*args, **kwargs)
 
-    def counted_check(*args: Any) -> None:
+    def counted_check(*args: Any) -> int:
         counts.writers += 1
-        check(*args)
+        return check(*args)
 
     patch.setattr(fetches, "ServedFetch", CountedFetch)
     patch.setattr(writing, "check", counted_check)

@@ -27,14 +27,14 @@ def test_a_frozen_state_keeps_nothing_aside_once_it_is_read(plane, how):
     frozen = ask(plane, SAVER, p.Freeze)
     partition = plane.state.partitions["p"]
     seal(plane)
-    assert (len(partition.keys._watches), len(partition.tags._watches)) == (1, 1)
+    assert (len(partition.keys.watches), len(partition.tags.watches)) == (1, 1)
     if how == "read":
         rest_of(plane, frozen)
     elif how == "thaw":
         ask(plane, SAVER, p.Thaw, frozen.id)
     else:
         plane.client_gone(SAVER, 0.0)
-    assert (partition.keys._watches, partition.tags._watches, plane.state.snapshots) == ([], [], set())
+    assert (partition.keys.watches, partition.tags.watches, plane.state.snapshots) == ({}, {}, set())
 
 
 @pytest.mark.parametrize("how", ["read", "thaw", "end"])

@@ -346,7 +346,7 @@ def test_a_sampler_forgets_a_batch_once_the_ledger_has_it(plane):
 def test_names_of_tasks_that_only_ask_cost_nothing(plane):
     for i in range(50):
         fetch(plane, 1, task=f"task {i}")
-    assert plane.state.tasks._tasks == {}
+    assert plane.state.tasks.by_name == {}
 
 
 def test_reservations_of_cleared_partitions_are_chores_once_their_writer_is_gone(plane):

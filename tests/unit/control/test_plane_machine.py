@@ -175,7 +175,8 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
     def retry(self, data: st.DataObject) -> None:
         """The same call again: the same answer, once."""
         client, call = data.draw(st.sampled_from(sorted(self.answered)), "call")
-        if self.plane.answered(client, call) is not None:
+        known = self.plane.calls.find(client, call)
+        if known is not None and known.has_unreceived_reply:
             answer = self.answered[client, call]
             (to,) = self.plane.handle(client, answer.request, self.now)
             assert to == (client, answer.reply)

@@ -148,7 +148,7 @@ def test_a_forgotten_task_holds_no_samples(make_plane):
     own, told = send(plane, ACTOR, p.ForgetTask, "mispelt")
     assert (own.reply.value, told) == (1, (CRITIC, p.Ended(told.reply.id, "cleared")))
     assert ask(plane, ACTOR, p.ForgetTask, "mispelt").value == 0
-    assert list(plane.state.tasks) == []
+    assert plane.state.tasks.by_name == {}
     assert not [name for name in plane.state.partitions["p"].table._columns if "mispelt" in name]
     assert clear_consumed(plane, "train") == [0, 1]
 
@@ -178,7 +178,7 @@ def test_a_clear_says_which_tasks_hold_what_stays(plane):
     reply = ask(plane, ACTOR, p.ClearConsumed, "p", ["train"])
     assert (indexes(reply), reply.held_by) == ([], {"train": 4, "eval": 2})
     plane.received(ACTOR, [unread.id])
-    assert plane.answered(ACTOR, reply.id) is None, "nothing was cleared, so nothing is kept"
+    assert plane.calls.find(ACTOR, reply.id) is None, "nothing was cleared, so nothing is kept"
 
 
 def test_a_dry_run_says_what_would_stay_and_clears_nothing(plane):
@@ -192,7 +192,7 @@ def test_a_dry_run_says_what_would_stay_and_clears_nothing(plane):
     ack(plane, first.token)
     asked = ask(plane, ACTOR, p.ClearConsumed, "p", [], True)
     assert (asked.indexes, asked.held_by, asked.more) == (b"", {"train": 1}, False)
-    assert plane.answered(ACTOR, asked.id) is None, "there is nothing to undo"
+    assert plane.calls.find(ACTOR, asked.id) is None, "there is nothing to undo"
     assert clear_consumed(plane) == [0, 1]
     unknown = ask(plane, ACTOR, p.ClearConsumed, "nowhere", ["train"], True)
     assert unknown == p.Cleared(unknown.id, b"")

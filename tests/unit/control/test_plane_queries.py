@@ -317,7 +317,7 @@ def fingerprint(plane):
         partition.pop("tasks")
     return (
         stats, every.indexes, every.fields, every.tags, ask(plane, ACTOR, p.ListKeys).keys, state.allocator.next_index,
-        state.allocator.num_used, state.partitions["p"].table.size, state.tasks._tasks,
+        state.allocator.num_used, state.partitions["p"].table.size, state.tasks.by_name,
     )  # fmt: skip
 
 

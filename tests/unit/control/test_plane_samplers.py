@@ -9,6 +9,7 @@ import pytest
 from control_kit import (
     ACTOR,
     CRITIC,
+    ROLLOUT,
     ask,
     batch,
     batches,
@@ -453,3 +454,11 @@ def test_a_poll_asks_the_sampler_once_and_leaves_those_who_wait_alone(make_plane
     batch(plane, 2, task="plain")
     park(plane, 2, 0, 1, task="waiting")
     assert sampler.calls["waiting"] == 2  # the one that came now, and it is first: the other names no batch
+
+
+def test_a_task_that_draws_groups_waits_where_there_are_none_and_ends_with_the_partition(plane):
+    register(plane, sampler=spec("GroupSampler", groups=1, window=2))
+    put(plane, 2)
+    park(plane, 0)
+    (ended,) = [to for to in send(plane, ROLLOUT, p.SealPartition, "p") if to.client == ACTOR]
+    assert (ended.reply.reason, ended.reply.dropped) == ("sealed", 2)

@@ -336,7 +336,7 @@ class FrontMachine(RuleBasedStateMachine):
         for client in (last, self.auditor, *self.clients.values()):
             assert client.gone(self.now) == []
         assert held(self.front) == NOTHING
-        assert self.front.plane.state.room() in (None, self.front.plane.state.config.capacity)
+        assert self.front.plane.state.allocator.num_used == 0
         assert not self.arena or self.front.unit.stats().arena_nbytes == 0
 
     def no_sample_is_lost(self) -> None:
