@@ -40,7 +40,7 @@ from transfer_queue.protocol import Indexes, Members, Tags, Terms, pack_indexes
 
 TERMS, HEAD, PART = "group:terms", "group:head", "group:part"
 """Columns. By head's row: 1 + the number of its terms, negative from its first lease on. By member's row: 1 + the index
-of its head; 1 + its part, negative once that is closed."""
+of its head; 1 + its part."""
 COLUMNS: Final = ((TERMS, "<i4"), (HEAD, "<i8"), (PART, "<i4"))
 _MOST_REASONS = 8
 _REASON_LENGTH = 200
@@ -307,33 +307,26 @@ class Groups:
         """New rows are about to be published as members."""
         self._touch()
         rows = self.partition.rows_of(indexes)
-        parts = 1 + np.repeat(np.array(members.parts), len(rows) // len(members.parts))
         self._table.column(HEAD)[rows] = 1 + members.head
-        self._table.column(PART)[rows] = -parts if members.closes else parts
+        self._table.column(PART)[rows] = 1 + np.repeat(np.array(members.parts), len(rows) // len(members.parts))
 
     def join(self, group: Group, members: Members, indexes: list[int]) -> None:
         """New rows, which were just published, belong to these parts."""
-        earlier = [index for part in members.parts for index in group.members.get(part, ())] if members.closes else []
         if indexes:
             size = len(indexes) // len(members.parts)
             for at, part in enumerate(members.parts):
                 group.members.setdefault(part, []).extend(indexes[at * size : (at + 1) * size])
             group.num_members += len(indexes)
         if members.closes:
-            self._close(group, members.parts, earlier)
+            self._close(group, members.parts)
 
-    def _close(self, group: Group, parts: Sequence[int], earlier: list[int]) -> None:
-        """``earlier``: the rows of these parts that are still marked as rows of open parts."""
+    def _close(self, group: Group, parts: Sequence[int]) -> None:
         for part in parts:
             if not group.members.get(part):
                 raise GroupStateError(
                     f"part {part} of this group has no rows, so it can't be closed. Close it with rows, release it, or "
                     f"reject the group."
                 )
-        if earlier:
-            self._touch()
-            rows = self.partition.rows_of(np.array(earlier, dtype=np.int64))
-            self._table.column(PART)[rows] *= -1
         group.closed.update(parts)
         self._set(group, CLOSED if len(group.closed) == group.terms.parts else group.state)
 
