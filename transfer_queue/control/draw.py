@@ -17,10 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from transfer_queue.control.consumer import Consumer, FieldNames
-from transfer_queue.control.group_record import Group
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet, ReadyView
-from transfer_queue.control.ready_groups import TaskGroups
+from transfer_queue.control.ready_groups import ReadyGroups
 from transfer_queue.control.rows import Rows, RowState, all_of
 from transfer_queue.control.whole_groups import WholeGroups, groups_in
 from transfer_queue.errors import InvalidRequestError, SamplerError, TransferQueueError
@@ -157,9 +156,8 @@ class Share:
 class SamplerView:
     """What a sampler may read of a partition besides the ready samples."""
 
-    def __init__(self, partition: Partition, task: str) -> None:
+    def __init__(self, partition: Partition) -> None:
         self._partition = partition
-        self._task = task
 
     @property
     def partition_id(self) -> str:
@@ -169,10 +167,10 @@ class SamplerView:
     def sealed(self) -> bool:
         return self._partition.is_final
 
-    def group_queue(self, ready_indexes: ReadyView, sampler: GroupSampler) -> Any:
-        """The groups that the task may draw; empty where the partition has none."""
-        groups = self._partition.groups
-        return _NoGroups() if groups is None else TaskGroups(groups, ready_indexes.ready, sampler, self._task)
+    def group_queue(self, ready_indexes: ReadyView) -> ReadyGroups | None:
+        """The groups that the task may draw; None where the partition has none."""
+        follower = ready_indexes.ready.follower
+        return follower if isinstance(follower, ReadyGroups) else None
 
     @property
     def custom_meta(self) -> Mapping[int, Tags]:
@@ -213,16 +211,6 @@ class SamplerView:
         if not all_of(found):
             raise KeyError(f"partition {self.partition_id!r} doesn't hold all of these samples")
         return rows
-
-
-class _NoGroups:
-    step = None
-
-    def __len__(self) -> int:
-        return 0
-
-    def __iter__(self) -> Iterator[Group]:
-        return iter(())
 
 
 @dataclass(slots=True)
@@ -292,7 +280,7 @@ class Draw:
     @property
     def _seen(self) -> SamplerView:
         """What the sampler may read besides the ready samples."""
-        return SamplerView(self.partition, self.consumer.task)
+        return SamplerView(self.partition)
 
     def needed(self) -> int:
         """The smallest number of ready samples that can make a round."""

@@ -58,6 +58,11 @@ class Group:
         return self.state in UNDER_WORK
 
     @property
+    def is_unjudged(self) -> bool:
+        """Whether no gate has judged it, although it is closed."""
+        return self.state == CLOSED and not self.passed
+
+    @property
     def attempt(self) -> int:
         return 1 + self.attempts + self.worker_attempts
 
@@ -72,6 +77,10 @@ class Group:
     def all_members(self) -> list[int]:
         """Ascending within each part."""
         return [index for part in sorted(self.members) for index in self.members[part]]
+
+    def void(self, token: int) -> None:
+        """This lease has been given up: nothing can come of it any more."""
+        self.tokens = {part: own for part, own in self.tokens.items() if own != token or part in self.closed}
 
     def open_parts(self) -> list[int]:
         return [part for part in range(self.terms.parts) if part not in self.closed]

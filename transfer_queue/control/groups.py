@@ -20,7 +20,6 @@ from transfer_queue.control.group_record import (
     COMPLETE,
     DRAWABLE,
     DRAWN,
-    FAILED,
     LEFT,
     READY,
     REJECTED,
@@ -36,7 +35,7 @@ from transfer_queue.control.keys_and_tags import KeyMap, TagStore, unpacked_tags
 from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.rows import Rows, RowState, RowTable, one_of
 from transfer_queue.errors import GroupStateError, InvalidRequestError, LeaseLostError
-from transfer_queue.protocol import Indexes, Members, Tags, Terms, pack_indexes
+from transfer_queue.protocol import Indexes, Members, Role, Tags, Terms, pack_indexes
 
 TERMS, HEAD, PART = "group:terms", "group:head", "group:part"
 """Columns. By head's row: 1 + the number of its terms, negative from its first lease on. By member's row: 1 + the index
@@ -44,6 +43,8 @@ of its head; 1 + its part."""
 COLUMNS: Final = ((TERMS, "<i4"), (HEAD, "<i8"), (PART, "<i4"))
 _MOST_REASONS = 8
 _REASON_LENGTH = 200
+Reader = tuple[str, Hashable]
+"""(task, rank, or the client of a reader without one)"""
 _NONE: Indexes = np.empty(0, dtype=np.int64)
 _IS_HEAD = one_of(RowState.HEAD)
 
@@ -70,30 +71,10 @@ class GroupFollower(Protocol):
     def __contains__(self, group: Group, /) -> bool: ...
 
 
-class Work(Protocol):
-    """What the plane does around a task's draw of groups."""
-
-    def before_draw(self, task: str) -> None:
-        """Gates of a new reader judge what nobody has judged, and what is too old leaves."""
-
-    def step_of(self, task: str) -> int | None:
-        """The step for which the task draws next; None: nobody has said which version trains."""
-
-    def overtook(self, task: str, seq: int) -> list[int]:
-        """Places behind this one, in the order of first leases, that the task has drawn. Earlier ones are forgotten."""
-
-    def drew(self, task: str, batches: Sequence[tuple[Hashable, int | None, list[Group]]]) -> None:
-        """A round of the task: by reader and batch, its groups. ``batch`` None: the reader's next one."""
-
-    def gave_back(self, task: str, heads: list[int]) -> None:
-        """It never got them."""
-
-
 class Groups:
     """The groups of one partition. A call of ``flush`` ends each change, and makes it visible in the tags."""
 
-    def __init__(self, partition: Samples, work: Work) -> None:
-        self.work = work
+    def __init__(self, partition: Samples) -> None:
         self.partition = partition
         self._table = partition.table
         self.terms: list[Terms] = []
@@ -110,16 +91,15 @@ class Groups:
         self.num_arrivals = 0
         self.rejected: Counter[str] = Counter()
         """By gate, or other reason, how many were."""
-        self.num_under_work = 0
-        """Groups whose members are not complete, without those that wait for their first lease."""
         self.member_fields: set[str] = set()
         """Fields that members were put with. Who leases a group is about to put them."""
-        self.unjudged: dict[int, Group] = {}
-        """Closed groups that no gate has judged."""
-        self.emptied: dict[int, Group] = {}
-        """Groups all of whose rows were deleted by others."""
+        self.batches: dict[Reader, dict[int, list[Group]]] = {}
+        """What was drawn and not trained: by task and reader, and by batch."""
+        self.overtaking: dict[str, list[int]] = {}
+        """By task, places of drawn groups that may lie behind undrawn ones in the order of first leases, ascending."""
         self.followers: list[ref[GroupFollower]] = []
         self._dirty: dict[int, Group] = {}
+        """Those whose tags don't say yet what has become of them."""
         for name, dtype in COLUMNS:
             self._table.ensure_column(name, np.dtype(dtype))
 
@@ -132,7 +112,7 @@ class Groups:
     @property
     def may_grow(self) -> bool:
         """Whether members may still come."""
-        return bool(self.num_under_work or self.num_fresh)
+        return bool(self.counts[WAITING] or self.counts[RUNNING] or self.num_fresh)
 
     def numbers(self) -> dict[str, int]:
         """How many groups are in each state; of those that have left, all that ever did."""
@@ -157,6 +137,10 @@ class Groups:
             return None, {}
         versions = {group.index: group.version for group in self.of_rows(rows) if group.version is not None}
         return pack_indexes(heads), versions
+
+    def emptied(self) -> list[Group]:
+        """Groups that are complete, and all of whose rows were deleted by others since the last ``flush``."""
+        return [group for group in self._dirty.values() if group.state in COMPLETE and not group.num_members]
 
     def tags_of_members(self, group: Group) -> list[Tags]:
         indexes = np.array(group.all_members(), dtype=np.int64)
@@ -193,10 +177,16 @@ class Groups:
         self.fresh(terms).add(rows)
         return {"group.state": WAITING, "group.parts": terms.parts}
 
-    def are_fresh(self, indexes: Indexes) -> bool:
-        """Whether all of these heads are here and wait for their first lease."""
-        rows, found = self._table.find(indexes)
-        return bool(found.all() and (self._table.column(TERMS)[rows] > 0).all())
+    def may_undo(self, role: Role, indexes: Indexes) -> bool:
+        """Whether all of these heads wait for their first lease, or these members' lease may still put such ones."""
+        if isinstance(role, Terms):
+            rows, found = self._table.find(indexes)
+            return bool(found.all() and (self._table.column(TERMS)[rows] > 0).all())
+        try:
+            self.check(role, 0)
+        except (LeaseLostError, ValueError):
+            return False
+        return True
 
     # ---- work begins ----
 
@@ -241,21 +231,16 @@ class Groups:
         self._dirty[group.index] = group
         self.live[group.index] = self.unfinished[group.index] = group
         self.counts[group.state] += 1
-        self.num_under_work += group.state in UNDER_WORK
         if group.state in UNDER_WORK:
             self.with_free_parts[group.index] = group
-        elif group.state == CLOSED and not group.passed:
-            self.unjudged[group.index] = group
 
     def take(self, group: Group, parts: Sequence[int], token: int, keep: str) -> Indexes:
         """A lease has these parts now. Returns the rows of earlier holders that it doesn't go on with: they are gone.
 
         ``keep`` "all": it goes on with all of them.
         """
-        dropped = group.members if keep != "all" else {}
-        gone = [index for part in parts for index in dropped.get(part, ())] if dropped else []
+        gone = [] if keep == "all" else [index for part in parts for index in group.members.get(part, ())]
         group.tokens.update(dict.fromkeys(parts, token))
-        self._set(group, RUNNING)
         return self._clear(gone)
 
     def begin_anew(self, group: Group) -> Indexes:
@@ -263,9 +248,10 @@ class Groups:
         group.closed.clear()
         return self._clear(group.all_members())
 
-    def note_free_parts(self, group: Group, has_free: bool) -> None:
-        """Whether it has an open part that no lease has."""
-        if has_free and group.state in UNDER_WORK:
+    def held(self, group: Group, has_holder: bool, has_free: bool) -> None:
+        """Whether a lease has a part of it now, and whether it has an open part that none has."""
+        self._set(group, RUNNING if has_holder else WAITING)
+        if has_free:
             self.with_free_parts[group.index] = group
         else:
             self.with_free_parts.pop(group.index, None)
@@ -282,7 +268,7 @@ class Groups:
         """
         group = self.live.get(members.head)
         if group is None or group.state not in UNDER_WORK:
-            state = self._state_of(members.head) or "gone"
+            state = (self.partition.tags.get(members.head) or {}).get("group.state", "gone")
             raise LeaseLostError(f"the lease has ended, and nothing was written: its group is {state}.")
         for part in members.parts:
             if group.tokens.get(part) != members.lease:
@@ -298,10 +284,6 @@ class Groups:
                 f"each part the same number of rows."
             )
         return group
-
-    def _state_of(self, index: int) -> str:
-        tags = self.partition.tags.get(index) or {}
-        return str(tags.get("group.state", ""))
 
     def mark(self, members: Members, indexes: Indexes) -> None:
         """New rows are about to be published as members."""
@@ -332,8 +314,8 @@ class Groups:
 
     # ---- work ends without rows ----
 
-    def released(self, group: Group, reason: str, blame: str | None) -> str | None:
-        """A lease has ended without closing its parts. Returns why the group fails, if it does.
+    def released(self, group: Group, reason: str, blame: str | None) -> bool:
+        """A lease has ended without closing its parts. Returns whether the group fails.
 
         ``blame``: whose attempt it counts as, "worker" or "sample"; None: nobody's.
         """
@@ -341,22 +323,11 @@ class Groups:
             self._note(group, reason)
         group.attempts += blame == "sample"
         group.worker_attempts += blame == "worker"
-        if group.attempts >= group.terms.attempts or group.worker_attempts >= group.terms.worker_attempts:
-            return FAILED
         self._dirty[group.index] = group
-        return None
-
-    def void(self, group: Group, token: int) -> None:
-        """The lease has been given up: nothing can come of it any more."""
-        group.tokens = {part: own for part, own in group.tokens.items() if own != token or part in group.closed}
+        return group.attempts >= group.terms.attempts or group.worker_attempts >= group.terms.worker_attempts
 
     def _note(self, group: Group, reason: str) -> None:
         group.reasons = [*group.reasons, reason[:_REASON_LENGTH]][-_MOST_REASONS:]
-
-    def rest(self, group: Group, has_holder: bool) -> None:
-        """Whether a lease has a part of it now."""
-        if group.state in UNDER_WORK:
-            self._set(group, RUNNING if has_holder else WAITING)
 
     def late(self, group: Group) -> Indexes:
         """Its deadline is over, and enough parts are closed. Returns the rows of the others, which are gone."""
@@ -398,7 +369,6 @@ class Groups:
     def passes(self, group: Group) -> None:
         """No gate is against it."""
         group.passed = True
-        self.unjudged.pop(group.index, None)
         self._dirty[group.index] = group
         self._changed(group)
 
@@ -416,8 +386,28 @@ class Groups:
         if group.state in DRAWABLE:
             self._set(group, DRAWN)
 
+    def keep_batch(self, reader: Reader, batch: int | None, own: list[Group]) -> None:
+        """What a reader was given, until it is trained. ``batch`` None: its next one."""
+        batches = self.batches.setdefault(reader, {})
+        batches[max(batches, default=-1) + 1 if batch is None else batch] = own
+
+    def take_trained(self, reader: Reader, before: int | None) -> list[Group]:
+        """What this reader was given in its batches before this one; None: in all."""
+        batches = self.batches.get(reader, {})
+        over = [number for number in batches if before is None or number < before]
+        drawn = [group for number in over for group in batches.pop(number)]
+        if not batches:
+            self.batches.pop(reader, None)
+        return drawn
+
     def undrawn(self, group: Group, task: str) -> None:
         """Nobody got it, so this task may draw it again."""
+        for (reads_for, _), batches in self.batches.items():
+            for own in batches.values() if reads_for == task else ():
+                if group in own:
+                    own.remove(group)
+        if group.seq in self.overtaking.get(task, ()):
+            self.overtaking[task].remove(group.seq)
         group.drawn_by -= {task}
         group.trained_by -= {task}
         group.acked_by -= {task}
@@ -428,14 +418,6 @@ class Groups:
             is_trained = group.is_done_by_all(group.trained_by)
             self._set(group, CLOSED if not group.drawn_by else TRAINED if is_trained else DRAWN)
         self._changed(group)
-
-    def drew(self, task: str, batches: Iterable[tuple[Hashable, int | None, Rows]]) -> None:
-        """A round of the task: by reader and batch, the rows."""
-        self.work.drew(task, [(reader, batch, self.of_rows(rows)) for reader, batch, rows in batches])
-
-    def gave_back(self, task: str, rows: Rows) -> None:
-        """Nobody got these rows."""
-        self.work.gave_back(task, list(dict.fromkeys(self.heads_of(rows).tolist())))
 
     def order(self) -> None:
         """Sort those that are unfinished by their first leases."""
@@ -458,10 +440,7 @@ class Groups:
         """Its rows are about to be deleted."""
         self.live.pop(group.index, None)
         self.counts[group.state] -= 1
-        self.num_under_work -= group.state in UNDER_WORK
-        self.unfinished.pop(group.index, None)
-        self.with_free_parts.pop(group.index, None)
-        for table in (self._dirty, self.unjudged, self.emptied):
+        for table in (self.unfinished, self.with_free_parts, self._dirty):
             table.pop(group.index, None)
         group.state = "gone"
         self._changed(group)
@@ -473,15 +452,10 @@ class Groups:
             return
         self.counts[before] -= 1
         self.counts[state] += 1
-        self.num_under_work += (state in UNDER_WORK) - (before in UNDER_WORK)
         if state not in UNDER_WORK:
             self.with_free_parts.pop(group.index, None)
         if state in LEFT:
             self.unfinished.pop(group.index, None)
-        if state == CLOSED and not group.passed:
-            self.unjudged[group.index] = group
-        elif state != READY:
-            self.unjudged.pop(group.index, None)
         if (before in COMPLETE) != (state in COMPLETE):  # no other change makes a group ready, or ends that
             self._changed(group)
 
@@ -525,8 +499,7 @@ class Groups:
                 touched[head] = group
         for group in touched.values():
             self._changed(group)
-            if not group.num_members and group.state not in UNDER_WORK:
-                self.emptied[group.index] = group
+        self._dirty |= touched
 
     def rebuild(self) -> None:
         """Row numbers have changed."""
@@ -557,7 +530,6 @@ class Groups:
             assert (group.index in self.unfinished) == (not group.is_done_by_all(group.drawn_by)), group.state
             if not self._dirty:
                 assert self.partition.tags[group.index]["group.state"] == group.state, "tags say the state"
-        assert self.num_under_work == sum(group.state in UNDER_WORK for group in self.live.values())
         seqs = [group.seq for group in self.unfinished.values()]
         assert seqs == sorted(seqs), "unfinished groups are in the order of their first leases"
         assert set(self.with_free_parts) <= set(self.live), "only live groups have free parts"

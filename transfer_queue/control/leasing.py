@@ -13,7 +13,7 @@ from transfer_queue.control import group_work
 from transfer_queue.control.filtered import FilteredSet
 from transfer_queue.control.group_record import REJECTED, Group
 from transfer_queue.control.groups import Groups
-from transfer_queue.control.leases import LEASES, HeldLease, is_of, is_pattern, queue_of
+from transfer_queue.control.leases import LEASES, HeldLease, is_of, is_pattern
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.serving import describe
@@ -32,9 +32,7 @@ class Unconfirmed(Holding):
 
     def undo(self) -> bool:
         for lease in self._leases:
-            if self._state.leases.end(lease):
-                lease.groups.void(lease.group, lease.token)
-                group_work.lost(self._state, lease, "its worker never got it", None)
+            group_work.give_up(self._state, lease, "its worker never got it", None)
         return True
 
 
@@ -42,7 +40,7 @@ def lease(state: PlaneState, call: Call, request: p.LeaseGroups) -> p.Reply | Wa
     """Lease what can be worked on now, or wait for it. Equal requests are served in order of arrival."""
     if request.where is not None:
         parse_filter(request.where)
-    line = queue_of(request.partitions, request.where, request.by_part)
+    line = (LEASES, tuple(request.partitions), request.where, request.by_part)
 
     def answer(wait: Wait | None, has_turn: bool) -> p.Reply | More | None:
         late = wait.late if wait is not None else request.wait_s <= 0
@@ -97,7 +95,7 @@ class _Grants:
     def _heads(self) -> list[p.Batch]:
         by_partition: dict[str, list[int]] = {}
         for made in self._leases:
-            by_partition.setdefault(made.groups.partition.name, []).append(made.group.index)
+            by_partition.setdefault(made.partition.name, []).append(made.group.index)
         found = []
         for name, heads in by_partition.items():
             partition, indexes = self._state.get(name), np.array(heads, dtype=np.int64)
@@ -130,7 +128,7 @@ class _Grants:
             rows.append(row)
             group = groups.begin(row, each, leases.next_seq(), version)
             leases.charge(group)
-            group_work.watch_deadline(self._state, groups, group)
+            group_work.watch_deadline(self._state, partition, group)
             self._grant(partition, groups, group)
         if rows:
             groups.have_begun(np.array(rows, dtype=np.intp))
@@ -142,13 +140,13 @@ class _Grants:
         free = leases.free_parts(group)
         shares = [[part] for part in free[: self._num_missing]] if request.by_part else [free]
         for parts in shares:
-            made = leases.grant(self._call, groups, group, parts, request.lease_s)
+            made = leases.grant(self._call, partition, group, parts, request.lease_s)
             self._leases.append(made)
             group_work.gone(self._state, groups.take(group, parts, made.token, request.keep))
-        groups.note_free_parts(group, request.by_part and len(shares) < len(free))
+        groups.held(group, True, request.by_part and len(shares) < len(free))
 
     def _described(self, made: HeldLease) -> p.GrantedLease:
-        group, partition = made.group, made.groups.partition
+        group, partition = made.group, made.partition
         members = {part: p.pack_indexes(np.array(own)) for part in made.parts if (own := group.members.get(part))}
         return p.GrantedLease(
             made.token, partition.name, group.index, partition.keys.key_of(group.index) or "", group.attempt,
@@ -198,7 +196,7 @@ def _slots(state: PlaneState, task: str) -> str:
     sampler = state.leases.sampler(task)
     if sampler is None:
         return f"task {task!r}, which is to train them, is not registered with a GroupSampler yet"
-    return f"task {task!r} has {state.leases.trainer(task).charged} of {sampler.budget} slots in use"
+    return f"task {task!r} has {state.leases.trainers[task].charged} of {sampler.budget} slots in use"
 
 
 def end_lease(state: PlaneState, call: Call, request: p.EndLease) -> p.Reply:
@@ -215,9 +213,7 @@ def end_lease(state: PlaneState, call: Call, request: p.EndLease) -> p.Reply:
         own = state.leases.get(members.lease)
         if own is None:
             raise LeaseLostError("this lease was lost before it was released: its attempt counts already.")
-        state.leases.end(own)
-        own.groups.void(group, own.token)
-        group_work.lost(state, own, request.reason, None if request.blame == "nobody" else request.blame)
+        group_work.give_up(state, own, request.reason, None if request.blame == "nobody" else request.blame)
     return p.Done(request.id)
 
 
@@ -230,18 +226,14 @@ def advance(state: PlaneState, call: Call, request: p.Advance) -> p.Reply:
     """What was drawn for earlier steps has been trained, and what is too old now leaves."""
     leases = state.leases
     leases.advance(request.partition, request.version, request.resumed)
-    for task, trainer in leases.trainers():
-        over = [
-            (groups, groups.live[index])
-            for step, drawn in trainer.rounds.items() if step < request.version
-            for index, groups in drawn.items()
-            if index in groups.live and is_of(groups.partition.name, request.partition)
-        ]  # fmt: skip
-        group_work.trained(state, task, over)
     for partition in list(matching(state, [request.partition])):
         if partition.groups is None:
             continue
-        for task, _ in leases.trainers():
+        live = partition.groups.live
+        for task, trainer in list(leases.trainers.items()):
+            over = [drawn for step, drawn in trainer.rounds.items() if step < request.version]
+            if own := [live[index] for drawn in over for index in drawn if index in live]:
+                group_work.trained(state, partition, task, own)
             group_work.drop_stale(state, partition, task, request.version, is_drawing=False)
         group_work.settle(state, partition)
     state.waits.wake_first((LEASES,))

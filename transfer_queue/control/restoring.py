@@ -87,7 +87,7 @@ class Restored:
         for consumer in partition.consumers.values():
             consumer.inserted(num_live)
         if saved.groups:
-            groups = group_work.groups_of(self._state, partition)
+            groups = group_work.groups_of(partition)
             group_loading.load(groups, saved.groups, saved.terms, start, self._shift)
         for each in saved.consumers:
             numbers, counts = np.unique(

@@ -11,16 +11,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from transfer_queue.calls import MORE, Holding, More, Turn, Until
-from transfer_queue.control import following
+from transfer_queue.calls import MORE, Holding, More, Until
+from transfer_queue.control import following, group_work
 from transfer_queue.control.consumer import UNLEDGERED, Consumer, StreamEnd
 from transfer_queue.control.draw import Draw, Share, Task, foreign
 from transfer_queue.control.filtered import FilteredSet
-from transfer_queue.control.groups import Groups
 from transfer_queue.control.ledger import BatchKey, Entry
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet
-from transfer_queue.control.ready_groups import TaskGroups
+from transfer_queue.control.ready_groups import ReadyGroups
 from transfer_queue.control.rows import Rows, all_of
 from transfer_queue.control.state import PlaneState
 from transfer_queue.control.tag_filter import parse_filter
@@ -115,7 +114,7 @@ class Taken(Holding):
         rows, found = partition.table.find(drawn)
         consumer.release(rows[found], number)
         if partition.groups is not None and len(rows):
-            partition.groups.gave_back(consumer.task, rows[found])
+            group_work.undrew(self._state, partition, consumer.task, partition.groups.of_rows(rows[found]))
 
 
 class Reading(Holding):
@@ -163,13 +162,13 @@ class _Left(NamedTuple):
 class ServedFetch:
     """One fetch against one partition. ``answer`` may be called repeatedly until it is not None."""
 
-    def __init__(self, fetch: Fetch, partition: Partition, task: Task, dp_size: int | None, turn: Turn) -> None:
+    def __init__(self, state: PlaneState, fetch: Fetch, partition: Partition, task: Task, dp_size: int | None) -> None:
+        self._state = state
         self._fetch = fetch
         self.client = ""
         """The session that gets the batch, where the task draws groups."""
         self.partition = partition
         self._task = task
-        self._turn = turn
         self.consumer: Consumer = partition.consumer(fetch.task)
         self._dp_size = dp_size
         self.drawn: Indexes = _NONE
@@ -199,7 +198,7 @@ class ServedFetch:
                 return self._from_ledger(entry)
             for earlier in self._skipped((self._rank, batch_index)) if may_draw else ():
                 fetch = msgspec.structs.replace(self._fetch, batch_index=earlier, first_index=None)
-                served = ServedFetch(fetch, self.partition, self._task, self._dp_size, self._turn)
+                served = ServedFetch(self._state, fetch, self.partition, self._task, self._dp_size)
                 served.client = self.client
                 reply = served.answer(now, may_draw)
                 self.written += served.written
@@ -235,7 +234,7 @@ class ServedFetch:
     def finish_comparing(self) -> bool:
         """Compare ready samples with the filter, as far as this turn allows. False: some are left."""
         ready = self.ready() if self._fetch.where is not None else None
-        return not isinstance(ready, FilteredSet) or ready.finish(self._turn)
+        return not isinstance(ready, FilteredSet) or ready.finish(self._state.calls.turn)
 
     def _num_unmatched(self, ready: ReadySet) -> int:
         """Samples that would be ready without the filter."""
@@ -282,8 +281,8 @@ class ServedFetch:
 
     def _draw(self, batch_index: int | None) -> Draw:
         fetch = self._fetch
-        if self._groups is not None:
-            self._groups.work.before_draw(fetch.task)
+        if self._draws_groups:
+            group_work.before_draw(self._state, self.partition, fetch.task, self.ready)
         ranks: tuple[int | None, ...] = (self._rank,)
         if self._dp_size is not None:
             ranks = tuple(range(self._dp_size))
@@ -294,9 +293,8 @@ class ServedFetch:
         )  # fmt: skip
 
     @property
-    def _groups(self) -> Groups | None:
-        """Where the task draws groups."""
-        return self.partition.groups if isinstance(self._task.sampler, GroupSampler) else None
+    def _draws_groups(self) -> bool:
+        return self.partition.groups is not None and isinstance(self._task.sampler, GroupSampler)
 
     def _check_free(self, batch_index: int | None) -> None:
         """A round is drawn for all ranks, so none of them may already have this batch."""
@@ -315,14 +313,14 @@ class ServedFetch:
         if draw.batch_index is None:
             fresh = shares[0].consumed[self.consumer.given[shares[0].consumed] == 0]
             self.drawn = self.partition.table.column("index")[fresh]
-            if self._groups is not None:
-                self._groups.drew(self._fetch.task, [(self.client, None, shares[0].rows)])
+            if self._draws_groups:
+                group_work.drew(self._state, self.partition, self._fetch.task, [(self.client, None, shares[0].rows)])
             self.consumer.give(shares[0].consumed, UNLEDGERED)
             return self._batch(shares[0].indexes, shares[0].rows, padding=shares[0].padding)
         entries = [self._write(rank, draw.batch_index, share) for rank, share in zip(draw.ranks, shares, strict=False)]
-        if self._groups is not None:  # before their rows leave the ready set, which would make them closed once more
+        if self._draws_groups:  # before their rows leave the ready set, which would make them closed once more
             drawn = [(*entry.key, share.rows) for entry, share in zip(entries, shares, strict=True)]
-            self._groups.drew(self._fetch.task, drawn)
+            group_work.drew(self._state, self.partition, self._fetch.task, drawn)
         self._give(entries, shares)
         reply: Batch | None = None
         for entry, share in zip(entries, shares, strict=True):
@@ -416,7 +414,7 @@ class ServedFetch:
         self.consumer.ledger.took(entry.key)
         padding = None if entry.padding is None else left.of(entry.padding)
         batch = self._batch(left.indexes, left.rows, entry.token, entry.key[1], padding)
-        if self._dp_size in (None, 1) or self._groups is None:
+        if self._dp_size in (None, 1) or not self._draws_groups:
             return batch
         most = self.consumer.ledger.most_rows(entry.key[1], self._dp_size)
         return msgspec.structs.replace(batch, most_rows=most)
@@ -426,7 +424,7 @@ class ServedFetch:
 
         Samples that have all fields and don't match the filter count as not coming, although their tags may change.
         """
-        if self._groups is not None:
+        if self._draws_groups:
             return self._end_of_groups(draw)
         ready, unmatched = draw.ready.count, self._num_unmatched(draw.ready)
         if self._fetch.finite and self.partition.is_exhausted(self.consumer, unmatched):
@@ -448,11 +446,8 @@ class ServedFetch:
 
     def _end_of_groups(self, draw: Draw) -> Batch | Ended | None:
         """What is ready of a partition where no more groups will be is the tail."""
-        groups = self._groups
-        assert groups is not None
-        sampler = self._task.sampler
-        assert isinstance(sampler, GroupSampler)
-        queue = TaskGroups(groups, draw.ready, sampler, self._fetch.task)
+        queue = draw.ready.follower
+        assert isinstance(queue, ReadyGroups)
         if not self.partition.is_final or any(group not in queue for group in queue.unfinished()):
             return None
         shares = draw.tail_shares(self._task.tail_policy(self._dp_size))

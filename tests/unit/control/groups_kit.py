@@ -200,7 +200,7 @@ class Queue:
         return self.plane.state.partitions[partition].tags.get(index) or {}
 
     def charged(self, task: str) -> int:
-        return self.plane.state.leases.trainer(task).charged
+        return self.plane.state.leases.trainers[task].charged
 
     def check_nothing_held(self) -> None:
         """Nothing waits, and no session holds anything."""
