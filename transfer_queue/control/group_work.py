@@ -211,7 +211,7 @@ def registered(state: PlaneState, task: str) -> None:
         parse_gate(sampler.gate)
     state.leases.trainers[task].accepts()  # the gate may be another one
     partitions = [partition for partition in state.partitions.values() if partition.groups is not None]
-    for terms in [terms for partition in partitions for terms in groups_of(partition).terms]:
+    for terms in [terms for partition in partitions for terms in groups_of(partition).fresh]:
         if task in terms.tasks:
             state.leases.check_budgets(terms.tasks)
     for partition in partitions:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 from weakref import ref
 
 import numpy as np
 
-from transfer_queue.control.consumer import Consumer
 from transfer_queue.control.group_record import (
     CLOSED,
     COMPLETE,
@@ -31,7 +30,7 @@ from transfer_queue.control.group_record import (
     Group,
     check_tags,
 )
-from transfer_queue.control.keys_and_tags import KeyMap, TagStore, unpacked_tags
+from transfer_queue.control.keys_and_tags import TagStore, unpacked_tags
 from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.rows import Rows, RowState, RowTable, one_of
 from transfer_queue.errors import GroupStateError, InvalidRequestError, LeaseLostError
@@ -52,23 +51,12 @@ _IS_HEAD = one_of(RowState.HEAD)
 class Samples(Protocol):
     """The partition, as far as its groups need it."""
 
-    name: str
-    serial: int
     table: RowTable
     tags: TagStore
-    keys: KeyMap
-    consumers: dict[str, Consumer]
 
     def rows_of(self, indexes: Indexes) -> Rows: ...
     def set_tags(self, tags: Mapping[int, Tags], merge: bool) -> None: ...
     def clear(self, indexes: Indexes) -> Indexes: ...
-
-
-class GroupFollower(Protocol):
-    """What a task may draw."""
-
-    def group_changed(self, group: Group) -> None: ...
-    def __contains__(self, group: Group, /) -> bool: ...
 
 
 class Groups:
@@ -77,9 +65,8 @@ class Groups:
     def __init__(self, partition: Samples) -> None:
         self.partition = partition
         self._table = partition.table
-        self.terms: list[Terms] = []
-        self._fresh: dict[Terms, ReadySet] = {}
-        """By terms, the heads that wait for their first lease."""
+        self.fresh: dict[Terms, ReadySet] = {}
+        """By terms, in the order of their numbers, the heads that wait for their first lease."""
         self.live: dict[int, Group] = {}
         """Those that work has begun on, until they are done or have left; by the index of the head."""
         self.unfinished: dict[int, Group] = {}
@@ -97,7 +84,8 @@ class Groups:
         """What was drawn and not trained: by task and reader, and by batch."""
         self.overtaking: dict[str, list[int]] = {}
         """By task, places of drawn groups that may lie behind undrawn ones in the order of first leases, ascending."""
-        self.followers: list[ref[GroupFollower]] = []
+        self.followers: list[ref[Any]] = []
+        """The ``ReadyGroups`` of tasks."""
         self._dirty: dict[int, Group] = {}
         """Those whose tags don't say yet what has become of them."""
         for name, dtype in COLUMNS:
@@ -107,7 +95,7 @@ class Groups:
 
     @property
     def num_fresh(self) -> int:
-        return sum(fresh.count for fresh in self._fresh.values())
+        return sum(fresh.count for fresh in self.fresh.values())
 
     @property
     def may_grow(self) -> bool:
@@ -171,10 +159,8 @@ class Groups:
     def _wait_for_first(self, rows: Rows, terms: Terms) -> Tags:
         """Returns the reserved tags of such heads."""
         self._touch()
-        if terms not in self.terms:
-            self.terms.append(terms)
-        self._table.column(TERMS)[rows] = 1 + self.terms.index(terms)
-        self.fresh(terms).add(rows)
+        self.fresh.setdefault(terms, ReadySet()).add(rows)
+        self._table.column(TERMS)[rows] = 1 + list(self.fresh).index(terms)
         return {"group.state": WAITING, "group.parts": terms.parts}
 
     def may_undo(self, role: Role, indexes: Indexes) -> bool:
@@ -190,10 +176,6 @@ class Groups:
 
     # ---- work begins ----
 
-    def fresh(self, terms: Terms) -> ReadySet:
-        """The heads with these terms that wait for their first lease."""
-        return self._fresh.setdefault(terms, ReadySet())
-
     def first_fresh(self, terms: Iterable[Terms], count: int, among: ReadySet | None) -> list[tuple[int, Terms]]:
         """(row, terms) of the first heads of each of these terms that wait for their first lease, oldest ones first.
 
@@ -201,7 +183,7 @@ class Groups:
         """
         found: list[tuple[int, Terms]] = []
         for each in terms:
-            fresh = self._fresh[each]
+            fresh = self.fresh[each]
             if among is None:
                 rows = fresh.first(count).tolist()
             else:
@@ -211,18 +193,12 @@ class Groups:
 
     def terms_waiting(self) -> list[Terms]:
         """The terms of groups that wait for their first lease."""
-        return [terms for terms, fresh in self._fresh.items() if fresh.count]
-
-    def begin(self, row: int, terms: Terms, seq: int, version: int | None) -> Group:
-        """A group gets its first lease. ``have_begun`` follows, for all groups of the same request."""
-        group = Group(self._table.column("index").item(row), terms, seq, version)
-        self.enter(group)
-        return group
+        return [terms for terms, fresh in self.fresh.items() if fresh.count]
 
     def have_begun(self, rows: Rows) -> None:
         """These heads do not wait for their first lease any more."""
         self._touch()
-        for fresh in self._fresh.values():
+        for fresh in self.fresh.values():
             fresh.discard(rows)
         self._table.column(TERMS)[rows] *= -1
 
@@ -360,7 +336,7 @@ class Groups:
         before = self.partition.tags[index]
         self.counts[before["group.state"]] -= 1
         tags = {name: own for name, own in before.items() if not name.startswith(RESERVED)}
-        tags |= self._wait_for_first(rows, self.terms[-number - 1])
+        tags |= self._wait_for_first(rows, list(self.fresh)[-number - 1])
         self.partition.set_tags({index: tags}, merge=False)
         return True
 
@@ -482,16 +458,13 @@ class Groups:
 
     def removing(self, rows: Rows) -> None:
         """These rows are about to be deleted."""
-        state = self._table.column("state")[rows]
-        for row in rows[_IS_HEAD[state]].tolist():
-            number = self._table.column(TERMS).item(row)
-            if number > 0:
-                self._fresh[self.terms[number - 1]].discard(np.array([row], dtype=np.intp))
+        heads = rows[_IS_HEAD[self._table.column("state")[rows]]]
+        for fresh in self.fresh.values() if len(heads) else ():
+            fresh.discard(heads)
         touched: dict[int, Group] = {}
         members = rows[self.heads_of(rows) >= 0]
-        indexes, parts = self._table.column("index")[members], np.abs(self._table.column(PART)[members]) - 1
-        heads = self.heads_of(members)
-        for index, head, part in zip(indexes.tolist(), heads.tolist(), parts.tolist(), strict=True):
+        columns = (self._table.column("index")[members], self.heads_of(members), self._table.column(PART)[members] - 1)
+        for index, head, part in zip(*(column.tolist() for column in columns), strict=True):
             group = self.live.get(head)
             if group is not None and index in group.members.get(part, ()):
                 group.members[part].remove(index)
@@ -504,11 +477,7 @@ class Groups:
     def rebuild(self) -> None:
         """Row numbers have changed."""
         numbers = self._table.column(TERMS)
-        self._fresh = {}
-        for number, terms in enumerate(self.terms, 1):
-            ready = ReadySet()
-            ready.add((numbers == number).nonzero()[0])
-            self._fresh[terms] = ready
+        self.fresh = {terms: ReadySet(numbers == number) for number, terms in enumerate(self.fresh, 1)}
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the records disagree; for tests."""
@@ -516,9 +485,9 @@ class Groups:
         heads = (table.column("state") == RowState.HEAD).nonzero()[0]
         numbers = table.column(TERMS)
         assert set((numbers != 0).nonzero()[0].tolist()) >= set(heads.tolist()), "each head has terms"
-        for number, terms in enumerate(self.terms, 1):
+        for number, fresh in enumerate(self.fresh.values(), 1):
             expected = [row for row in heads.tolist() if numbers[row] == number]
-            assert self._fresh.get(terms, ReadySet()).all_rows().tolist() == expected, "heads that wait are known"
+            assert fresh.all_rows().tolist() == expected, "heads that wait are known"
         assert all(self._table.find(np.array([index]))[1].all() for index in self.live), "heads of live groups are here"
         for group in self.live.values():
             members = group.all_members()

@@ -126,7 +126,8 @@ class _Grants:
             if not leases.room(each):  # another of them took it
                 continue
             rows.append(row)
-            group = groups.begin(row, each, leases.next_seq(), version)
+            group = Group(partition.table.column("index").item(row), each, leases.next_seq(), version)
+            groups.enter(group)
             leases.charge(group)
             group_work.watch_deadline(self._state, partition, group)
             self._grant(partition, groups, group)
