@@ -95,7 +95,7 @@ class GroupVerbs(Gets, LeaseClient):
         names = [uuid.uuid4().hex for _ in range(count)] if keys is None else list(keys)
         if len(names) != count or not all(isinstance(name, str) for name in names):
             raise InvalidRequestError(f"{count} heads were given with {len(names)} keys. Give one string per head.")
-        _check_terms(parts=parts, min_parts=min_parts, attempts=attempts, worker_attempts=worker_attempts)
+        _check_whole(2**16, parts=parts, min_parts=min_parts, attempts=attempts, worker_attempts=worker_attempts)
         if deadline_s is not None and not 0 < deadline_s <= p.LONGEST_WAIT_S:
             raise InvalidRequestError(f"deadline_s must be a number of seconds above 0, got {deadline_s!r}.")
         terms = p.Terms(parts, min_parts, deadline_s, attempts, worker_attempts, tuple(tasks))
@@ -145,7 +145,8 @@ class GroupVerbs(Gets, LeaseClient):
             [{'env': 'code'}]
         """
         names = [partition] if isinstance(partition, str) else list(partition)
-        _check_lease(names, n, by, keep, lease_s)
+        _check_whole(p.MOST_ROWS, n=n)
+        _check_lease(names, by, keep, lease_s)
         request = p.LeaseGroups(0, names, n, by == "part", where, float(lease_s), keep)
         end = time.monotonic() + (math.inf if timeout_s is None else checked_wait("lease", timeout_s))
         while True:
@@ -307,18 +308,16 @@ def _dense(row: TensorDict) -> TensorDict:
     return row
 
 
-def _check_terms(**numbers: int | None) -> None:
+def _check_whole(most: int, **numbers: int | None) -> None:
     for name, number in numbers.items():
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= 2**16):
-            raise InvalidRequestError(f"{name} must be a whole number from 1 to {2**16}, got {number!r}.")
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most):
+            raise InvalidRequestError(f"{name} must be a whole number from 1 to {most}, got {number!r}.")
 
 
-def _check_lease(names: list[str], n: int, by: str, keep: str, lease_s: float) -> None:
+def _check_lease(names: list[str], by: str, keep: str, lease_s: float) -> None:
     """Raises InvalidRequestError for what the server would refuse less clearly."""
     if not names or not all(isinstance(name, str) for name in names):
         raise InvalidRequestError(f"partition must be a name, a pattern or a list of them, got {names!r}.")
-    if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= p.MOST_ROWS:
-        raise InvalidRequestError(f"n must be a whole number from 1 to {p.MOST_ROWS}, got {n!r}.")
     if by not in ("group", "part"):
         raise InvalidRequestError(f'by must be "group" or "part", got {by!r}.')
     if keep not in ("all", "closed", "none"):

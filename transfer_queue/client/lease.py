@@ -9,7 +9,6 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from tensordict import TensorDict
@@ -140,12 +139,7 @@ class Lease:
         """
         return await self._put(rows, tags, self._members(part))
 
-    async def async_close(
-        self,
-        rows: Rows | None = None,
-        tags: TagList = None,
-        part: int | None = None,
-    ) -> BatchMeta:
+    async def async_close(self, rows: Rows | None = None, tags: TagList = None, part: int | None = None) -> BatchMeta:
         """The work is done, with these last rows: one message. All open parts are closed, or this one.
 
         Raises:
@@ -223,17 +217,13 @@ class Lease:
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         run_blocking(self._leave(error))
 
     async def __aenter__(self) -> Lease:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         await self._leave(error)
 
     def __repr__(self) -> str:

@@ -89,7 +89,7 @@ def check_members(state: PlaneState, call: Call, partition: Partition, members: 
     """The group, if the call's session may add so many rows. Raises as ``Groups.check``."""
     if partition.groups is None:
         raise LeaseLostError(f"partition {partition.name!r} has no groups (any more); nothing was written.")
-    lease = state.leases.get(members.lease)
+    lease = state.leases.held.get(members.lease)
     if lease is not None and (lease.worker.client != call.client or lease.group.index != members.head):
         raise LeaseLostError(f"this lease is another one, of client {lease.worker.client!r}; nothing was written.")
     return partition.groups.check(members, count)
@@ -97,7 +97,7 @@ def check_members(state: PlaneState, call: Call, partition: Partition, members: 
 
 def joined(state: PlaneState, call: Call, partition: Partition, members: p.Members, indexes: p.Indexes) -> None:
     """Rows that were just published, if any, belong to a group; the last ones of a part close it."""
-    groups, lease = groups_of(partition), state.leases.get(members.lease)
+    groups, lease = groups_of(partition), state.leases.held.get(members.lease)
     group = groups.live[members.head]
     groups.join(group, members, indexes.tolist())
     if lease is not None and not members.closes:

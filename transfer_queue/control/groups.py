@@ -7,8 +7,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Final, Protocol
 from weakref import ref
 
@@ -75,7 +76,8 @@ class Groups:
         """Those with an open part that no lease has."""
         self.counts: Counter[str] = Counter()
         """Groups by state, without those that wait for their first lease; of those that left, all that ever did."""
-        self.num_arrivals = 0
+        self.arrivals = itertools.count()
+        """Places in the order in which groups became ready."""
         self.rejected: Counter[str] = Counter()
         """By gate, or other reason, how many were."""
         self.member_fields: set[str] = set()
@@ -176,25 +178,6 @@ class Groups:
 
     # ---- work begins ----
 
-    def first_fresh(self, terms: Iterable[Terms], count: int, among: ReadySet | None) -> list[tuple[int, Terms]]:
-        """(row, terms) of the first heads of each of these terms that wait for their first lease, oldest ones first.
-
-        ``among``: only heads of this set.
-        """
-        found: list[tuple[int, Terms]] = []
-        for each in terms:
-            fresh = self.fresh[each]
-            if among is None:
-                rows = fresh.first(count).tolist()
-            else:
-                rows = [row for block in among.blocks() for row in block[fresh.contains(block)].tolist()][:count]
-            found += [(row, each) for row in rows]
-        return sorted(found, key=lambda entry: entry[0])
-
-    def terms_waiting(self) -> list[Terms]:
-        """The terms of groups that wait for their first lease."""
-        return [terms for terms, fresh in self.fresh.items() if fresh.count]
-
     def have_begun(self, rows: Rows) -> None:
         """These heads do not wait for their first lease any more."""
         self._touch()
@@ -275,17 +258,15 @@ class Groups:
             for at, part in enumerate(members.parts):
                 group.members.setdefault(part, []).extend(indexes[at * size : (at + 1) * size])
             group.num_members += len(indexes)
-        if members.closes:
-            self._close(group, members.parts)
-
-    def _close(self, group: Group, parts: Sequence[int]) -> None:
-        for part in parts:
+        if not members.closes:
+            return
+        for part in members.parts:
             if not group.members.get(part):
                 raise GroupStateError(
                     f"part {part} of this group has no rows, so it can't be closed. Close it with rows, release it, or "
                     f"reject the group."
                 )
-        group.closed.update(parts)
+        group.closed.update(members.parts)
         self._set(group, CLOSED if len(group.closed) == group.terms.parts else group.state)
 
     # ---- work ends without rows ----

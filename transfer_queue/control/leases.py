@@ -78,10 +78,6 @@ class Trainer:
         self.rounds: dict[int, set[int]] = {}
         self.seen: dict[str, Counter[str]] = {}
 
-    def step(self, version: int) -> int:
-        """The step for which it draws next."""
-        return max(version + len(self.rounds), self.last_step + 1)
-
     def has_drawn(self, step: int, drawn: Iterable[int]) -> None:
         self.rounds.setdefault(step, set()).update(drawn)
         self.last_step = max(self.last_step, step)
@@ -114,7 +110,8 @@ class Leases:
         self.lost: Callable[[HeldLease, str, str | None], None]
         """Called with a lease whose worker is gone, or silent; the reason; and whose attempt that counts as."""
         self.next_token = self._next_seq = 1
-        self._by_token: dict[int, HeldLease] = {}
+        self.held: dict[int, HeldLease] = {}
+        """By token."""
         self._workers: dict[str, Worker] = {}
         self.trainers: defaultdict[str, Trainer] = defaultdict(Trainer)
         """By task."""
@@ -175,8 +172,8 @@ class Leases:
 
     def step_of(self, task: str, partition: str) -> int | None:
         """The step for which the task draws next."""
-        version = self.version_of(partition)
-        return None if version is None else self.trainers[task].step(version)
+        version, trainer = self.version_of(partition), self.trainers[task]
+        return None if version is None else max(version + len(trainer.rounds), trainer.last_step + 1)
 
     def advance(self, partition: str, version: int, resumed: bool) -> None:
         known = self.versions.get(partition)
@@ -199,15 +196,12 @@ class Leases:
 
     def restored(self, versions: Mapping[str, int], next_token: int, last_seq: int) -> None:
         """Other groups are there now. Leases of those before are lost, and their tokens are never used again."""
-        for lease in list(self._by_token.values()):
+        for lease in list(self.held.values()):
             self.abort(lease)
         self.trainers.clear()
         self.versions = dict(versions)
         self.next_token = max(self.next_token, next_token + _TOKENS_SINCE_A_SAVE)
         self._next_seq = max(self._next_seq, last_seq + 1)
-
-    def get(self, token: int) -> HeldLease | None:
-        return self._by_token.get(token)
 
     def grant(self, call: Call, partition: Partition, group: Group, parts: list[int], lease_s: float) -> HeldLease:
         """These parts are the session's."""
@@ -226,7 +220,7 @@ class Leases:
             self._hold(HeldLease(token, worker, partition, group, parts, lease_s))
 
     def _hold(self, lease: HeldLease) -> None:
-        self._by_token[lease.token] = lease.worker.leases[lease.token] = lease
+        self.held[lease.token] = lease.worker.leases[lease.token] = lease
         lease.renewed = self.calls.now
         self._watch(lease.worker, self.calls.now + lease.lease_s)
 
@@ -258,7 +252,7 @@ class Leases:
     def end(self, lease: HeldLease) -> bool:
         """It is over. Returns whether it was not before."""
         lease.worker.leases.pop(lease.token, None)
-        return self._by_token.pop(lease.token, None) is not None
+        return self.held.pop(lease.token, None) is not None
 
     def abort(self, lease: HeldLease) -> bool:
         """Its work is of no use any more, and its worker hears of it. Returns whether it was not over before."""
@@ -299,24 +293,24 @@ class Leases:
 
     def holders(self, group: Group) -> list[HeldLease]:
         """Who works on it."""
-        return [lease for token in set(group.tokens.values()) if (lease := self._by_token.get(token)) is not None
+        return [lease for token in set(group.tokens.values()) if (lease := self.held.get(token)) is not None
                 and lease.group is group]  # fmt: skip
 
     def oldest_of(self, partition: Partition) -> HeldLease | None:
         """Of the leases there, the one that was granted first."""
-        own = (lease for lease in self._by_token.values() if lease.partition is partition)
+        own = (lease for lease in self.held.values() if lease.partition is partition)
         return min(own, key=attrgetter("token"), default=None)
 
     def free_parts(self, group: Group) -> list[int]:
         """Open parts that no lease has."""
         if not group.tokens:
             return group.open_parts()
-        return [part for part in group.open_parts() if self._by_token.get(group.tokens.get(part, 0)) is None]
+        return [part for part in group.open_parts() if self.held.get(group.tokens.get(part, 0)) is None]
 
     def renew(self, call: Call, request: RenewLeases) -> Reply | Wait:
         """Work on these leases goes on. It waits for one that is lost."""
         for token in request.leases:
-            lease = self._by_token.get(token)
+            lease = self.held.get(token)
             if lease is not None and lease.worker.client == call.client:
                 lease.renewed = self.calls.now
 

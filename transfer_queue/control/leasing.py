@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import itemgetter
 
 import numpy as np
 
@@ -80,7 +81,8 @@ class _Grants:
                 break
             before = len(self._leases)
             self._take_begun(partition, groups)
-            self._take_fresh(partition, groups, among)
+            if self._num_missing:
+                self._take_fresh(partition, groups, among)
             if len(self._leases) > before:
                 self._state.producers.announced(self._call, groups.member_fields)
                 groups.flush()
@@ -118,21 +120,32 @@ class _Grants:
 
     def _take_fresh(self, partition: Partition, groups: Groups, among: ReadySet | None) -> None:
         leases = self._state.leases
-        terms = [each for each in groups.terms_waiting() if leases.room(each)] if self._num_missing else []
         rows, version = [], leases.version_of(partition.name)
-        for row, each in groups.first_fresh(terms, self._num_missing, among) if terms else ():
-            if not self._num_missing:
-                break
-            if not leases.room(each):  # another of them took it
+        for row, terms in self._first_fresh(groups, among):
+            if not self._num_missing or not leases.room(terms):  # others of them took it
                 continue
             rows.append(row)
-            group = Group(partition.table.column("index").item(row), each, leases.next_seq(), version)
+            group = Group(partition.table.column("index").item(row), terms, leases.next_seq(), version)
             groups.enter(group)
             leases.charge(group)
             group_work.watch_deadline(self._state, partition, group)
             self._grant(partition, groups, group)
         if rows:
             groups.have_begun(np.array(rows, dtype=np.intp))
+
+    def _first_fresh(self, groups: Groups, among: ReadySet | None) -> list[tuple[int, p.Terms]]:
+        """(row, terms) of the first heads that wait for their first lease and have a slot, oldest ones first.
+
+        ``among``: only heads of this set.
+        """
+        found: list[tuple[int, p.Terms]] = []
+        for terms, fresh in groups.fresh.items():
+            if fresh.count and self._state.leases.room(terms):
+                rows = fresh.first(self._num_missing).tolist() if among is None else [
+                    row for block in among.blocks() for row in block[fresh.contains(block)].tolist()
+                ][: self._num_missing]  # fmt: skip
+                found += [(row, terms) for row in rows]
+        return sorted(found, key=itemgetter(0))
 
     def _grant(self, partition: Partition, groups: Groups, group: Group) -> None:
         leases, request = self._state.leases, self._request
@@ -188,8 +201,8 @@ def _too_late(state: PlaneState, request: p.LeaseGroups, waited_s: float) -> str
             continue
         numbers = partition.groups.numbers()
         parts.append(f"{partition.name!r} has " + (", ".join(f"{n} {s}" for s, n in numbers.items()) or "none"))
-        for task in sorted({task for terms in partition.groups.terms_waiting() for task in terms.tasks}):
-            parts.append(_slots(state, task))
+        waiting = [terms for terms, fresh in partition.groups.fresh.items() if fresh.count]
+        parts += [_slots(state, task) for task in sorted({task for terms in waiting for task in terms.tasks})]
     return f"{text}{'; '.join(parts)}. Add groups, wait longer (timeout_s), or look at the trainer."
 
 
@@ -211,7 +224,7 @@ def end_lease(state: PlaneState, call: Call, request: p.EndLease) -> p.Reply:
         group_work.leave(state, partition, group, REJECTED, request.reason)
         group_work.settle(state, partition)
     else:
-        own = state.leases.get(members.lease)
+        own = state.leases.held.get(members.lease)
         if own is None:
             raise LeaseLostError("this lease was lost before it was released: its attempt counts already.")
         group_work.give_up(state, own, request.reason, None if request.blame == "nobody" else request.blame)

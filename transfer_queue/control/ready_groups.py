@@ -94,8 +94,9 @@ class ReadyGroups:
         )
         known = self._keys.get(group.index)
         if is_ready and known is None:
-            key = (self._arrival(group), 0) if self.order is None else self.order(group)
-            self._keys[group.index] = key
+            # A place in the order of arrival outlives this object: a ready set is made anew when rows move.
+            place = group.arrivals.setdefault(self._task, next(self.groups.arrivals))
+            key = self._keys[group.index] = (place, 0) if self.order is None else self.order(group)
             insort(self._sorted, (key, group.index), lo=self._start)
         elif not is_ready and known is not None:
             self._remove((known, group.index))
@@ -111,11 +112,3 @@ class ReadyGroups:
         if 2 * self._start > len(self._sorted):
             del self._sorted[: self._start]
             self._start = 0
-
-    def _arrival(self, group: Group) -> int:
-        """Its place in the order of arrival, which outlives this object: a ready set is made anew when rows move."""
-        place = group.arrivals.get(self._task)
-        if place is None:
-            self.groups.num_arrivals += 1
-            place = group.arrivals[self._task] = self.groups.num_arrivals
-        return place

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 from transfer_queue.errors import SamplerError
 from transfer_queue.sampler.base import Picked, Round, RoundSampler
-from transfer_queue.sampler.karmarkar_karp import get_seqlen_balanced_partitions, karmarkar_karp
+from transfer_queue.sampler.karmarkar_karp import karmarkar_karp
 
 ORDERS = ("oldest", "newest", "arrival")
 STALE = ("train", "wait", "drop")
@@ -200,10 +200,8 @@ class GroupSampler(RoundSampler):
             return [[index for own in members for index in own]]
         if self.balance is None:
             parts = [list(range(rank, len(chosen), num_ranks)) for rank in range(num_ranks)]
-        elif len(chosen) % num_ranks:
-            parts = karmarkar_karp(self._lengths(queue, chosen), num_ranks, equal_size=False)
         else:
-            parts = get_seqlen_balanced_partitions(self._lengths(queue, chosen), num_ranks, equal_size=True)
+            parts = karmarkar_karp(self._lengths(queue, chosen), num_ranks, equal_size=not len(chosen) % num_ranks)
         return [[index for at in part for index in members[at]] for part in parts if part]
 
     def _lengths(self, queue: DrawableGroups, chosen: list[GroupView]) -> list[float]:

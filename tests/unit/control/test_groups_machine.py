@@ -475,7 +475,7 @@ class GroupsMachine(RuleBasedStateMachine):
             assert self.queue.charged(task) == self.model.charged(task) <= budget
         if PART in self.queue.plane.state.partitions:
             assert self.queue.plane.state.partitions[PART].num_live == self.model.num_rows()
-        tokens = set(self.queue.plane.state.leases._by_token)
+        tokens = set(self.queue.plane.state.leases.held)
         assert tokens == set(self.model.leases), "leases"
         assert not (self.parked and self.model.leasable()), "those that wait get what there is"
 
