@@ -50,11 +50,10 @@ class Worker(Holding):
     """A session that has leases, until it ends. ``lost``: by token of leases that it may still put rows of, lease_s."""
 
     until = Until.SESSION
-    __slots__ = ("_leases", "client", "leases", "lost", "wakes_at")
+    __slots__ = ("_leases", "client", "lost", "wakes_at")
 
     def __init__(self, leases: Leases, client: str) -> None:
         self._leases, self.client = leases, client
-        self.leases: dict[int, HeldLease] = {}
         self.lost: dict[int, float] = {}
         self.wakes_at = 0.0
 
@@ -220,8 +219,7 @@ class Leases:
             self._hold(HeldLease(token, worker, partition, group, parts, lease_s))
 
     def _hold(self, lease: HeldLease) -> None:
-        self.held[lease.token] = lease.worker.leases[lease.token] = lease
-        lease.renewed = self.calls.now
+        self.held[lease.token], lease.renewed = lease, self.calls.now
         self._watch(lease.worker, self.calls.now + lease.lease_s)
 
     def worker(self, call: Call) -> Worker:
@@ -242,16 +240,18 @@ class Leases:
         now = self.calls.now
         if worker.wakes_at > now:
             return
-        late = [lease for lease in worker.leases.values() if lease.renewed + lease.lease_s <= now]
-        for lease, blame in _blamed_once(late):
+        ends = {lease: lease.renewed + lease.lease_s for lease in self._of(worker)}
+        for lease, blame in _blamed_once(lease for lease, end in ends.items() if end <= now):
             text = f"worker {worker.client!r} did not renew its lease for {lease.lease_s:.4g} s"
             self.lose(lease, text, blame)
-        if worker.leases:
-            self._watch(worker, min(lease.renewed + lease.lease_s for lease in worker.leases.values()))
+        if left := [end for end in ends.values() if end > now]:
+            self._watch(worker, min(left))
+
+    def _of(self, worker: Worker) -> list[HeldLease]:
+        return [lease for lease in self.held.values() if lease.worker is worker]
 
     def end(self, lease: HeldLease) -> bool:
         """It is over. Returns whether it was not before."""
-        lease.worker.leases.pop(lease.token, None)
         return self.held.pop(lease.token, None) is not None
 
     def abort(self, lease: HeldLease) -> bool:
@@ -285,9 +285,7 @@ class Leases:
         """Its session has ended."""
         del self._workers[worker.client]
         how = "died" if died else "left without closing it"
-        # Its timer may still come, and must not find them: a later session may have the same name.
-        leases, worker.leases = list(worker.leases.values()), {}
-        for lease, blame in _blamed_once(leases):
+        for lease, blame in _blamed_once(self._of(worker)):
             if self.end(lease):
                 self.lost(lease, f"worker {worker.client!r} {how}", blame)
 
@@ -309,14 +307,18 @@ class Leases:
 
     def renew(self, call: Call, request: RenewLeases) -> Reply | Wait:
         """Work on these leases goes on. It waits for one that is lost."""
-        for token in request.leases:
-            lease = self.held.get(token)
-            if lease is not None and lease.worker.client == call.client:
-                lease.renewed = self.calls.now
+        worker = self._workers.get(call.client)
+
+        def own() -> dict[int, HeldLease]:
+            found = map(self.held.get, request.leases)
+            return {lease.token: lease for lease in found if lease is not None and lease.worker is worker}
+
+        for lease in own().values():
+            lease.renewed = self.calls.now
 
         def answer(wait: Wait | None, has_turn: bool) -> Reply | None:
-            own = self._workers.get(call.client)
-            lost = [token for token in request.leases if own is None or token not in own.leases]
+            held = own()
+            lost = [token for token in request.leases if token not in held]
             return Done(request.id, lost) if lost or (wait is not None and wait.late) else None
 
         return answer(None, True) or Wait((_RENEWALS, call.client), self.calls.now + request.wait_s, answer)
