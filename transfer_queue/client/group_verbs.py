@@ -169,20 +169,17 @@ class GroupVerbs(Gets, LeaseClient):
             raise EndOfPartitionError(f"{names}: sealed, and no group there can need work any more.")
         assert isinstance(reply, p.LeasedGroups)
         try:
-            heads: dict[tuple[str, int], tuple[TensorDict, Mapping[str, Any]]] = {}
+            heads: dict[int, tuple[TensorDict, Mapping[str, Any]]] = {}
             for batch in reply.heads:
                 meta = to_meta(batch)
                 data = await self.async_get_data(meta) if batch.fields else TensorDict({}, [meta.size])
-                each = [_dense(row) for row in rows_at(data, [[row] for row in range(meta.size)])]
-                named = zip(meta.global_indexes, each, meta.custom_meta, strict=True)
-                heads.update({(batch.partition, index): (row, tags) for index, row, tags in named})
+                rows = [_dense(row) for row in rows_at(data, [[row] for row in range(meta.size)])]
+                heads.update(zip(meta.global_indexes, zip(rows, meta.custom_meta, strict=True), strict=True))
         except BaseException:
             await self.session.cancel(request.id)
             raise
         await self.session.post_done(request.id)  # now: if this process dies at its work, that counts as an attempt
-        found = [
-            Lease(self, granted, *heads[granted.partition, granted.head], request.lease_s) for granted in reply.leases
-        ]
+        found = [Lease(self, granted, *heads[granted.head], request.lease_s) for granted in reply.leases]
         self.renewals.add(found)
         return found
 
@@ -291,9 +288,7 @@ class GroupVerbs(Gets, LeaseClient):
         check_meta("get_heads", metadata)
         if not metadata.size:
             return TensorDict({}, batch_size=[0])
-        numbers = metadata.group_index
-        first = [numbers.index(number) for number in range(max(numbers) + 1)]
-        heads = [metadata.heads[row] for row in first]  # type: ignore[index]
+        heads = list(dict(zip(metadata.group_index, metadata.heads or (), strict=True)).values())
         partition = metadata.partition_ids[0]
         wanted = [fields] if isinstance(fields, str) else None if fields is None else list(fields)
         batch = await self.session.ask(p.Describe, p.Batch, partition, wanted, p.pack_indexes(heads))

@@ -79,12 +79,6 @@ class NewRows(Holding):
         return True
 
 
-def added(state: PlaneState, partition: Partition, rows: Rows, terms: p.Terms) -> None:
-    """These heads were just published."""
-    groups_of(partition).add(rows, terms)
-    settle(state, partition)
-
-
 def check_members(state: PlaneState, call: Call, partition: Partition, members: p.Members, count: int) -> Group:
     """The group, if the call's session may add so many rows. Raises as ``Groups.check``."""
     if partition.groups is None:
@@ -332,7 +326,8 @@ def judge(state: PlaneState, partition: Partition, group: Group) -> None:
         except InvalidRequestError as error:  # a tag is no number: whose call this is can't help that
             passes, seen, reason = False, {}, str(error)
         if not passes:
-            state.leases.trainers[task].rejects(seen, reason)
+            texts = [f"{name} was {value:.3g}" for name, value in seen.items()]
+            state.leases.trainers[task].rejects(texts or [reason])
             leave(state, partition, group, REJECTED, reason)
             return
     for task, _ in gates:
@@ -343,13 +338,10 @@ def judge(state: PlaneState, partition: Partition, group: Group) -> None:
 def _check_starved(task: str, sampler: GroupSampler, trainer: Trainer) -> None:
     """Raises GateStarvedError if the task's gate rejects everything."""
     if trainer.rejected >= STARVED_AFTER * sampler.groups:
-        seen = [
-            f"{name} was {', '.join(f'{value} ({count}x)' for value, count in counter.most_common(8))}"
-            for name, counter in trainer.seen.items()
-        ]
+        seen = ", ".join(f"{text} ({count}x)" for text, count in trainer.seen.most_common())
         raise GateStarvedError(
-            f"the gate {sampler.gate!r} of task {task!r} has rejected {trainer.rejected} groups in a row: "
-            f"{'; '.join(seen) or trainer.last_reason}. Loosen the gate, or look at what the workers put."
+            f"the gate {sampler.gate!r} of task {task!r} has rejected {trainer.rejected} groups in a row: {seen}. "
+            f"Loosen the gate, or look at what the workers put."
         )
 
 

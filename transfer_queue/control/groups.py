@@ -106,9 +106,7 @@ class Groups:
 
     def numbers(self) -> dict[str, int]:
         """How many groups are in each state; of those that have left, all that ever did."""
-        found = Counter(self.counts)
-        found[WAITING] += self.num_fresh
-        return {state: count for state, count in found.items() if count}
+        return dict(self.counts + Counter({WAITING: self.num_fresh}))
 
     def heads_of(self, rows: Rows) -> Indexes:
         """[len(rows)] By member's row the index of its head, -1 for other rows."""

@@ -68,14 +68,13 @@ class Trainer:
     ``rounds``: by step, the indexes of heads. ``rejected``: groups in a row; ``seen``: what the gate saw of them.
     """
 
-    __slots__ = ("charged", "last_reason", "last_step", "rejected", "rounds", "seen")
+    __slots__ = ("charged", "last_step", "rejected", "rounds", "seen")
 
     def __init__(self) -> None:
         self.charged = self.rejected = 0
         self.last_step = -1
-        self.last_reason = ""
         self.rounds: dict[int, set[int]] = {}
-        self.seen: dict[str, Counter[str]] = {}
+        self.seen: Counter[str] = Counter()
 
     def has_drawn(self, step: int, drawn: Iterable[int]) -> None:
         self.rounds.setdefault(step, set()).update(drawn)
@@ -88,13 +87,10 @@ class Trainer:
             if not drawn:
                 del self.rounds[step]
 
-    def rejects(self, seen: dict[str, float], reason: str) -> None:
+    def rejects(self, seen: Iterable[str]) -> None:
         self.rejected += 1
-        self.last_reason = reason
-        for name, value in seen.items():
-            counter = self.seen.setdefault(name, Counter())
-            shown = f"{value:.3g}"
-            counter[shown if shown in counter or len(counter) < _MOST_SEEN else "others"] += 1
+        for text in seen:
+            self.seen[text if text in self.seen or len(self.seen) < _MOST_SEEN else "others"] += 1
 
     def accepts(self) -> None:
         self.rejected = 0

@@ -67,6 +67,7 @@ class _Grants:
         self._state, self._call, self._request = state, call, request
         self._where = None if request.where is None else parse_filter(request.where)
         self._leases: list[HeldLease] = []
+        self._heads: list[p.Batch] = []
 
     def reply(self) -> p.Reply | More | None:
         """None: there is nothing to work on."""
@@ -79,32 +80,26 @@ class _Grants:
                 if not self._leases:
                     return MORE
                 break
-            before = len(self._leases)
+            num_before = len(self._leases)
             self._take_begun(partition, groups)
             if self._num_missing:
                 self._take_fresh(partition, groups, among)
-            if len(self._leases) > before:
+            if made := self._leases[num_before:]:
                 self._state.producers.announced(self._call, groups.member_fields)
                 groups.flush()
                 self._state.changed(partition)
+                self._describe_heads(partition, np.array([each.group.index for each in made], dtype=np.int64))
             if not self._num_missing:
                 break
         if not self._leases:
             return None
         self._state.calls.hold(self._call, Unconfirmed(self._state, self._leases))
-        return p.LeasedGroups(self._request.id, [self._described(each) for each in self._leases], self._heads())
+        return p.LeasedGroups(self._request.id, [self._described(each) for each in self._leases], self._heads)
 
-    def _heads(self) -> list[p.Batch]:
-        by_partition: dict[str, list[int]] = {}
-        for made in self._leases:
-            by_partition.setdefault(made.partition.name, []).append(made.group.index)
-        found = []
-        for name, heads in by_partition.items():
-            partition, indexes = self._state.get(name), np.array(heads, dtype=np.int64)
-            rows = partition.rows_of(indexes)
-            fields = [*partition.schema.fields_of(rows), *partition.lost_of(indexes)]  # so reading it names the loss
-            found.append(describe(self._request.id, partition, indexes, fields, rows))
-        return found
+    def _describe_heads(self, partition: Partition, indexes: p.Indexes) -> None:
+        rows = partition.rows_of(indexes)
+        fields = [*partition.schema.fields_of(rows), *partition.lost_of(indexes)]  # so reading it names the loss
+        self._heads.append(describe(self._request.id, partition, indexes, fields, rows))
 
     @property
     def _num_missing(self) -> int:

@@ -426,9 +426,10 @@ def _published(state: PlaneState, call: Call, request: p.Publish, partition: Par
         if request.tags and partition.groups is not None:
             group_work.retagged(state, partition, request.tags)
     elif isinstance(role, p.Terms):
-        group_work.groups_of(partition)
+        groups = group_work.groups_of(partition)
         rows = partition.publish(indexes, request.fields, request.tags, now, RowState.HEAD)
-        group_work.added(state, partition, rows, role)
+        groups.add(rows, role)
+        group_work.settle(state, partition)
     else:
         group_work.check_members(state, call, partition, role, len(indexes))
         groups = group_work.groups_of(partition)
