@@ -276,16 +276,15 @@ class Renewals:
             period_s = min(lease.lease_s for lease in leases.values()) / _RENEWED_PER_LEASE
             tokens = list(leases)
             del leases
+            lost: list[int] = []
             try:
-                lost = self._renew(client, tokens, period_s)
+                with suppress(_Again):
+                    lost = self._renew(client, tokens, period_s)
             except (ClosedError, SessionEndedError):
                 lost = tokens
             except TransferQueueError as error:  # the server may only be busy, and says later which are lost
                 _log.warning("the leases of this process can't be renewed now: %s", error)
                 self._closed.wait(period_s)
-                lost = []
-            except _Again:
-                lost = []
             for token in lost:
                 lease = self._leases.get(token)
                 if lease is not None:

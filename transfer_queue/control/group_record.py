@@ -29,7 +29,7 @@ _NOBODY: frozenset[str] = frozenset()
 
 
 class Group:
-    """A group that work has begun on. ``seq``: its place in the order of first leases.
+    """A group that work has begun on. ``seq``: the token of its first lease, which is its place in their order.
 
     ``tokens``: by part, of the lease that has it, or had it last. ``members``: by part, the indexes of its rows.
     ``drawn_by``, ``trained_by``, ``acked_by``: tasks. ``passed``: no gate is against it. ``arrivals``: by task, its

@@ -264,8 +264,7 @@ def watch_deadline(state: PlaneState, partition: Partition, group: Group) -> Non
 def restored(state: PlaneState, versions: Mapping[str, int], next_token: int) -> None:
     """The plane has other partitions: what their groups hold slots for, and what was drawn of them, is known again."""
     parts = [(each, each.groups) for each in state.partitions.values() if each.groups is not None]
-    seqs = [group.seq for _, groups in parts for group in groups.live.values()]
-    state.leases.restored(versions, next_token, max(seqs, default=0))
+    state.leases.restored(versions, next_token)
     for partition, groups in parts:
         for group in groups.live.values():
             if group.state != TRAINED:
@@ -332,7 +331,8 @@ def judge(state: PlaneState, partition: Partition, group: Group) -> None:
             return
     for task, _ in gates:
         state.leases.trainers[task].accepts()
-    groups_of(partition).passes(group)
+    group.passed = True
+    groups_of(partition).changed(group)
 
 
 def _check_starved(task: str, sampler: GroupSampler, trainer: Trainer) -> None:

@@ -321,12 +321,6 @@ class Groups:
 
     # ---- draws ----
 
-    def passes(self, group: Group) -> None:
-        """No gate is against it."""
-        group.passed = True
-        self._dirty[group.index] = group
-        self._changed(group)
-
     def drawable(self, group: Group, can: bool) -> None:
         """All its rows have the fields of a task that draws groups, or not any more."""
         if group.state in DRAWABLE:
@@ -372,7 +366,7 @@ class Groups:
         if group.state in (DRAWN, TRAINED):
             is_trained = group.is_done_by_all(group.trained_by)
             self._set(group, CLOSED if not group.drawn_by else TRAINED if is_trained else DRAWN)
-        self._changed(group)
+        self.changed(group)
 
     def order(self) -> None:
         """Sort those that are unfinished by their first leases."""
@@ -395,10 +389,10 @@ class Groups:
         """Its rows are about to be deleted."""
         self.live.pop(group.index, None)
         self.counts[group.state] -= 1
+        group.state = "gone"
+        self.changed(group)
         for table in (self.unfinished, self.with_free_parts, self._dirty):
             table.pop(group.index, None)
-        group.state = "gone"
-        self._changed(group)
 
     def _set(self, group: Group, state: str) -> None:
         before, group.state = group.state, state
@@ -412,9 +406,11 @@ class Groups:
         if state in LEFT:
             self.unfinished.pop(group.index, None)
         if (before in COMPLETE) != (state in COMPLETE):  # no other change makes a group ready, or ends that
-            self._changed(group)
+            self.changed(group)
 
-    def _changed(self, group: Group) -> None:
+    def changed(self, group: Group) -> None:
+        """Its tags are to be written, and tasks that follow it look at it again."""
+        self._dirty[group.index] = group
         for follower in [found for each in self.followers if (found := each()) is not None]:
             follower.group_changed(group)
 
@@ -450,8 +446,7 @@ class Groups:
                 group.num_members -= 1
                 touched[head] = group
         for group in touched.values():
-            self._changed(group)
-        self._dirty |= touched
+            self.changed(group)
 
     def rebuild(self) -> None:
         """Row numbers have changed."""

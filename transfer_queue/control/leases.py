@@ -104,7 +104,7 @@ class Leases:
         self._sampler_of = sampler_of
         self.lost: Callable[[HeldLease, str, str | None], None]
         """Called with a lease whose worker is gone, or silent; the reason; and whose attempt that counts as."""
-        self.next_token = self._next_seq = 1
+        self.next_token = 1
         self.held: dict[int, HeldLease] = {}
         """By token."""
         self._workers: dict[str, Worker] = {}
@@ -185,18 +185,13 @@ class Leases:
 
     # ---- leases ----
 
-    def next_seq(self) -> int:
-        self._next_seq += 1
-        return self._next_seq - 1
-
-    def restored(self, versions: Mapping[str, int], next_token: int, last_seq: int) -> None:
+    def restored(self, versions: Mapping[str, int], next_token: int) -> None:
         """Other groups are there now. Leases of those before are lost, and their tokens are never used again."""
         for lease in list(self.held.values()):
             self.abort(lease)
         self.trainers.clear()
         self.versions = dict(versions)
         self.next_token = max(self.next_token, next_token + _TOKENS_SINCE_A_SAVE)
-        self._next_seq = max(self._next_seq, last_seq + 1)
 
     def grant(self, call: Call, partition: Partition, group: Group, parts: list[int], lease_s: float) -> HeldLease:
         """These parts are the session's."""

@@ -120,7 +120,7 @@ class _Grants:
             if not self._num_missing or not leases.room(terms):  # others of them took it
                 continue
             rows.append(row)
-            group = Group(partition.table.column("index").item(row), terms, leases.next_seq(), version)
+            group = Group(partition.table.column("index").item(row), terms, leases.next_token, version)
             groups.enter(group)
             leases.charge(group)
             group_work.watch_deadline(self._state, partition, group)
