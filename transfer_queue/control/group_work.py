@@ -10,7 +10,7 @@ import numpy as np
 
 from transfer_queue import protocol as p
 from transfer_queue.calls import Call, Holding, Until
-from transfer_queue.control.consumer import UNLEDGERED
+from transfer_queue.control.consumer import UNLEDGERED, Consumer
 from transfer_queue.control.gate import parse_gate
 from transfer_queue.control.group_record import (
     CLOSED,
@@ -98,7 +98,7 @@ def joined(state: PlaneState, call: Call, partition: Partition, members: p.Membe
         state.changed(partition)  # nothing but its rows has
         return
     if lease is None and not members.closes:
-        state.leases.revive(call, members.lease, partition, group)
+        state.leases.revive(call, members.lease)
     if lease is not None and members.closes:
         lease.parts = [part for part in lease.parts if part not in group.closed]
         if not lease.parts:
@@ -273,17 +273,21 @@ def restored(state: PlaneState, versions: Mapping[str, int], next_token: int) ->
                 watch_deadline(state, partition, group)
         for task, consumer in partition.consumers.items():
             if state.leases.sampler(task) is not None:
-                for entry in consumer.ledger.open_entries():
-                    _drawn_before(state, partition, task, entry)
+                _find_drawn(state, partition, consumer)
         settle(state, partition)
     state.waits.wake_first((LEASES,))
 
 
-def _drawn_before(state: PlaneState, partition: Partition, task: str, entry: Entry) -> None:
-    """A batch that was not acknowledged when the queue was saved. Its groups may be trained, or not."""
-    own = groups_of(partition).of_rows(partition.rows_of(entry.indexes))
-    if drawn := [group for group in own if group.state == DRAWN]:
-        _was_given(state, partition, task, [(*entry.key, drawn)])
+def _find_drawn(state: PlaneState, partition: Partition, consumer: Consumer) -> None:
+    """Batches that were not acknowledged when the queue was saved. Their groups may be trained, or not."""
+    rounds: dict[Hashable, list[tuple[Hashable, int | None, list[Group]]]] = {}
+    for entry in consumer.ledger.open_entries():
+        own = groups_of(partition).of_rows(partition.rows_of(entry.indexes))
+        if drawn := [group for group in own if group.state == DRAWN]:
+            same_round = entry.key if entry.dp_size is None else entry.key[1]
+            rounds.setdefault(same_round, []).append((*entry.key, drawn))
+    for batches in rounds.values():
+        _was_given(state, partition, consumer.task, batches)
 
 
 # ---- gates ----

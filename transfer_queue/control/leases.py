@@ -47,14 +47,14 @@ class HeldLease:
 
 
 class Worker(Holding):
-    """A session that has leases, until it ends. ``lost``: by token of leases that it may still put rows of, lease_s."""
+    """A session that has leases, until it ends. ``lost``: by token, leases that it may still put rows of."""
 
     until = Until.SESSION
     __slots__ = ("_leases", "client", "lost", "wakes_at")
 
     def __init__(self, leases: Leases, client: str) -> None:
         self._leases, self.client = leases, client
-        self.lost: dict[int, float] = {}
+        self.lost: dict[int, HeldLease] = {}
         self.wakes_at = 0.0
 
     def end(self, died: bool) -> bool:
@@ -201,13 +201,13 @@ class Leases:
         self._hold(lease)
         return lease
 
-    def revive(self, call: Call, token: int, partition: Partition, group: Group) -> None:
+    def revive(self, call: Call, token: int) -> None:
         """A lease that was lost goes on with what nobody else has of its parts: its worker has put rows."""
-        worker = self.worker(call)
-        lease_s = worker.lost.pop(token, None)
-        parts = [part for part in group.open_parts() if group.tokens.get(part) == token]
-        if lease_s is not None and parts:
-            self._hold(HeldLease(token, worker, partition, group, parts, lease_s))
+        lease = self.worker(call).lost.pop(token, None)
+        if lease is not None:
+            own = lease.group.tokens
+            lease.parts = [part for part in lease.group.open_parts() if own.get(part) == token]
+            self._hold(lease)
 
     def _hold(self, lease: HeldLease) -> None:
         self.held[lease.token], lease.renewed = lease, self.calls.now
@@ -267,7 +267,7 @@ class Leases:
         if not self.abort(lease):
             return
         lost = lease.worker.lost
-        lost[lease.token] = lease.lease_s
+        lost[lease.token] = lease
         if len(lost) > _MOST_LOST:
             del lost[next(iter(lost))]
         self.lost(lease, reason, blame)
@@ -318,7 +318,6 @@ class Leases:
 
     def partition_ended(self, name: str) -> None:
         """A sealed partition with groups was cleared."""
-        self._ended.pop(name, None)
         self._ended[name] = None
         if len(self._ended) > _MOST_ENDED:
             del self._ended[next(iter(self._ended))]
