@@ -138,8 +138,11 @@ class Groups:
     # ---- new groups ----
 
     def add(self, rows: Rows, terms: Terms) -> None:
-        """These heads, which were just published, wait for their first lease."""
-        waiting = self._wait_for_first(rows, terms)
+        """These heads wait for their first lease."""
+        self._touch()
+        self.fresh.setdefault(terms, ReadySet()).add(rows)
+        self._table.column(TERMS)[rows] = 1 + list(self.fresh).index(terms)
+        waiting: Tags = {"group.state": WAITING, "group.parts": terms.parts}
         self.partition.set_tags(dict.fromkeys(self._table.column("index")[rows].tolist(), waiting), merge=True)
 
     def with_reserved(self, tags: Mapping[int, Tags], merge: bool) -> Mapping[int, Tags]:
@@ -155,13 +158,6 @@ class Groups:
             known = self.partition.tags.get(index) or {}
             found[index] = {name: value for name, value in known.items() if name.startswith(RESERVED)} | own
         return found
-
-    def _wait_for_first(self, rows: Rows, terms: Terms) -> Tags:
-        """Returns the reserved tags of such heads."""
-        self._touch()
-        self.fresh.setdefault(terms, ReadySet()).add(rows)
-        self._table.column(TERMS)[rows] = 1 + list(self.fresh).index(terms)
-        return {"group.state": WAITING, "group.parts": terms.parts}
 
     def may_undo(self, role: Role, indexes: Indexes) -> bool:
         """Whether all of these heads wait for their first lease, or these members' lease may still put such ones."""
@@ -311,12 +307,11 @@ class Groups:
         index, number = self._table.column("index").item(row), self._table.column(TERMS).item(row)
         if number >= 0 or index in self.live:
             return False
-        rows = np.array([row], dtype=np.intp)
         before = self.partition.tags[index]
         self.counts[before["group.state"]] -= 1
-        tags = {name: own for name, own in before.items() if not name.startswith(RESERVED)}
-        tags |= self._wait_for_first(rows, list(self.fresh)[-number - 1])
-        self.partition.set_tags({index: tags}, merge=False)
+        own = {name: value for name, value in before.items() if not name.startswith(RESERVED)}
+        self.partition.set_tags({index: own}, merge=False)
+        self.add(np.array([row], dtype=np.intp), list(self.fresh)[-number - 1])
         return True
 
     # ---- draws ----
