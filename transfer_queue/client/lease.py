@@ -83,7 +83,7 @@ class Lease:
     def __init__(
         self, client: LeaseClient, granted: p.GrantedLease, head: TensorDict, tags: Mapping[str, Any], lease_s: float
     ) -> None:
-        self._client, self._granted, self.lease_s = client, granted, lease_s
+        self._client, self._granted, self._lease_s = client, granted, lease_s
         self.head = head
         """[1] The fields of the group's own row."""
         self.tags = {name: value for name, value in tags.items() if not name.startswith("group.")}
@@ -273,7 +273,7 @@ class Renewals:
                     self._thread = None
                     return
                 self._changed = False
-            period_s = min(lease.lease_s for lease in leases.values()) / _RENEWED_PER_LEASE
+            period_s = min(lease._lease_s for lease in leases.values()) / _RENEWED_PER_LEASE
             tokens = list(leases)
             del leases
             lost: list[int] = []
