@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 from tensordict import TensorDict
@@ -39,18 +40,14 @@ _JOIN_S = 2.0
 class LeaseClient(Puts):
     """What leases need of their client: it puts their rows, and renews them."""
 
-    _renewals: Renewals | None = None
-
-    @property
+    @cached_property
     def renewals(self) -> Renewals:
-        if self._renewals is None:
-            self._renewals = Renewals(self)
-        return self._renewals
+        return Renewals(self)
 
     def end_threads(self) -> None:
         """The renewals of leases end. Idempotent."""
-        if self._renewals is not None:
-            self._renewals.close()
+        if "renewals" in vars(self):
+            self.renewals.close()
 
     async def put_members(self, rows: TensorDict, partition: str, tags: TagList, members: p.Members) -> BatchMeta:
         """New rows of a leased group. See ``Lease.put``."""

@@ -16,6 +16,7 @@ from transfer_queue.control import following, group_work
 from transfer_queue.control.consumer import UNLEDGERED, Consumer, StreamEnd
 from transfer_queue.control.draw import Draw, Share, Task, foreign
 from transfer_queue.control.filtered import FilteredSet
+from transfer_queue.control.groups import Groups
 from transfer_queue.control.ledger import BatchKey, Entry
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet
@@ -281,7 +282,7 @@ class ServedFetch:
 
     def _draw(self, batch_index: int | None) -> Draw:
         fetch = self._fetch
-        if self._draws_groups:
+        if self._groups is not None:
             group_work.before_draw(self._state, self.partition, fetch.task, self.ready)
         ranks: tuple[int | None, ...] = (self._rank,)
         if self._dp_size is not None:
@@ -293,8 +294,9 @@ class ServedFetch:
         )  # fmt: skip
 
     @property
-    def _draws_groups(self) -> bool:
-        return self.partition.groups is not None and isinstance(self._task.sampler, GroupSampler)
+    def _groups(self) -> Groups | None:
+        """Where the task draws groups."""
+        return self.partition.groups if isinstance(self._task.sampler, GroupSampler) else None
 
     def _check_free(self, batch_index: int | None) -> None:
         """A round is drawn for all ranks, so none of them may already have this batch."""
@@ -313,12 +315,12 @@ class ServedFetch:
         if draw.batch_index is None:
             fresh = shares[0].consumed[self.consumer.given[shares[0].consumed] == 0]
             self.drawn = self.partition.table.column("index")[fresh]
-            if self._draws_groups:
+            if self._groups is not None:
                 group_work.drew(self._state, self.partition, self._fetch.task, [(self.client, None, shares[0].rows)])
             self.consumer.give(shares[0].consumed, UNLEDGERED)
             return self._batch(shares[0].indexes, shares[0].rows, padding=shares[0].padding)
         entries = [self._write(rank, draw.batch_index, share) for rank, share in zip(draw.ranks, shares, strict=False)]
-        if self._draws_groups:  # before their rows leave the ready set, which would make them closed once more
+        if self._groups is not None:  # before their rows leave the ready set, which would make them closed once more
             drawn = [(*entry.key, share.rows) for entry, share in zip(entries, shares, strict=True)]
             group_work.drew(self._state, self.partition, self._fetch.task, drawn)
         self._give(entries, shares)
@@ -414,7 +416,7 @@ class ServedFetch:
         self.consumer.ledger.took(entry.key)
         padding = None if entry.padding is None else left.of(entry.padding)
         batch = self._batch(left.indexes, left.rows, entry.token, entry.key[1], padding)
-        if self._dp_size in (None, 1) or not self._draws_groups:
+        if self._dp_size in (None, 1) or self._groups is None:
             return batch
         most = self.consumer.ledger.most_rows(entry.key[1], self._dp_size)
         return msgspec.structs.replace(batch, most_rows=most)
@@ -424,7 +426,7 @@ class ServedFetch:
 
         Samples that have all fields and don't match the filter count as not coming, although their tags may change.
         """
-        if self._draws_groups:
+        if self._groups is not None:
             return self._end_of_groups(draw)
         ready, unmatched = draw.ready.count, self._num_unmatched(draw.ready)
         if self._fetch.finite and self.partition.is_exhausted(self.consumer, unmatched):
