@@ -96,17 +96,13 @@ class Groups:
     # ---- questions ----
 
     @property
-    def num_fresh(self) -> int:
-        return sum(fresh.count for fresh in self.fresh.values())
-
-    @property
     def may_grow(self) -> bool:
         """Whether members may still come."""
-        return bool(self.counts[WAITING] or self.counts[RUNNING] or self.num_fresh)
+        return not self.numbers().keys().isdisjoint(UNDER_WORK)
 
     def numbers(self) -> dict[str, int]:
         """How many groups are in each state; of those that have left, all that ever did."""
-        return dict(self.counts + Counter({WAITING: self.num_fresh}))
+        return dict(self.counts + Counter({WAITING: sum(fresh.count for fresh in self.fresh.values())}))
 
     def heads_of(self, rows: Rows) -> Indexes:
         """[len(rows)] By member's row the index of its head, -1 for other rows."""
