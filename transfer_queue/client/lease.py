@@ -109,9 +109,8 @@ class Lease:
         indexes = [index for own in self._granted.members.values() for index in p.unpack_indexes(own).tolist()]
         if not indexes:
             return BatchMeta.empty()
-        session = self._client.session
         packed = p.pack_indexes(indexes)
-        return to_meta(await session.ask(p.Describe, p.Batch, self.partition, None, packed))
+        return to_meta(await self._client.session.ask(p.Describe, p.Batch, self.partition, None, packed))
 
     @property
     def members(self) -> BatchMeta:
