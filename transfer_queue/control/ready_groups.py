@@ -94,9 +94,11 @@ class ReadyGroups:
         )
         known = self._keys.get(group.index)
         if is_ready and known is None:
-            # A place in the order of arrival outlives this object: a ready set is made anew when rows move.
-            place = group.arrivals.setdefault(self._task, next(self.groups.arrivals))
-            key = self._keys[group.index] = (place, 0) if self.order is None else self.order(group)
+            if self.order is not None:
+                key = self.order(group)
+            else:  # it outlives this object: a ready set is made anew when rows move
+                key = (group.arrivals.setdefault(self._task, next(self.groups.arrivals)), 0)
+            self._keys[group.index] = key
             insort(self._sorted, (key, group.index), lo=self._start)
         elif not is_ready and known is not None:
             self._remove((known, group.index))
