@@ -58,11 +58,6 @@ class Group:
         return self.state in UNDER_WORK
 
     @property
-    def is_unjudged(self) -> bool:
-        """Whether no gate has judged it, although it is closed."""
-        return self.state == CLOSED and not self.passed
-
-    @property
     def attempt(self) -> int:
         return 1 + self.attempts + self.worker_attempts
 

@@ -250,7 +250,7 @@ def deadline(state: PlaneState, partition: Partition, group: Group) -> None:
     elif group.is_under_work:
         text = f"{len(group.closed)} of {group.terms.parts} parts were closed {patience}"
         leave(state, partition, group, EXPIRED, text)
-    elif group.terms.tasks and group.is_unjudged:
+    elif group.terms.tasks and group.state == CLOSED and not group.passed:
         leave(state, partition, group, EXPIRED, f"its rows did not get the tags of its gate {patience}")
     settle(state, partition)
 
@@ -306,14 +306,13 @@ def retagged(state: PlaneState, partition: Partition, indexes: Iterable[int]) ->
 
 def _judge_all(state: PlaneState, partition: Partition) -> None:
     """Gates judge what they have not judged."""
-    groups = groups_of(partition)
-    for group in list(groups.live.values()) if groups.counts[CLOSED] else ():
+    for group in [each for each in groups_of(partition).live.values() if each.state == CLOSED and not each.passed]:
         judge(state, partition, group)
 
 
 def judge(state: PlaneState, partition: Partition, group: Group) -> None:
     """A closed group passes the gates of its tasks, or is rejected, once all its rows have the tags that they name."""
-    if not group.is_unjudged:
+    if group.state != CLOSED or group.passed:
         return
     tasks = group.terms.tasks or partition.consumers
     samplers = [(task, sampler) for task in tasks if (sampler := state.leases.sampler(task)) is not None]
