@@ -69,8 +69,9 @@ def feed_groups(
     client = tq.get_client() if client is None else client
     names = [partition.format(epoch=epoch) for epoch in range(epochs)]
     for epoch in range(_first_epoch(client, names), epochs):
-        of_epoch = rows(epoch) if callable(rows) else rows
-        _Feeder(client, names[epoch], waiting, key, tags, terms).feed(of_epoch)
+        _Feeder(client, names[epoch], waiting).feed(
+            rows(epoch) if callable(rows) else rows, key, frozenset(tags), terms
+        )
         for name in names[epoch + 1 : epoch + 2]:
             client.create_partition(name)
         client.seal_partition(names[epoch])
@@ -110,61 +111,52 @@ def _first_epoch(client: TransferQueueClient, names: list[str]) -> int:
 class _Feeder:
     """Fills one partition. It follows the states of its groups, as the queue reports each change."""
 
-    def __init__(
-        self, client: TransferQueueClient, partition: str, waiting: int, key: str, tags: Sequence[str],
-        terms: Mapping[str, Any],
-    ) -> None:  # fmt: skip
-        self._client, self._partition, self._most, self._key = client, partition, waiting, key
-        self._tags, self._terms = frozenset(tags), terms
+    def __init__(self, client: TransferQueueClient, partition: str, waiting: int) -> None:
+        self._client, self._partition, self._most = client, partition, waiting
         self._changes = iter(client.kv_watch(partition, timeout_s=_LOOK_EVERY_S))
         self._waiting: set[str] = set()
 
-    def feed(self, rows: Iterable[Row]) -> None:
+    def feed(self, rows: Iterable[Row], key: str, tags: frozenset[str], terms: Mapping[str, Any]) -> None:
         known = self._client.get_stats()["partitions"].get(self._partition, {})
         number = known.get("groups", {}).get("added", 0)
         left, self._waiting = _from(rows, number), self._listed()
         while chunk := list(islice(left, self._room())):
-            self._add(number, chunk)
+            keys = [f"{key}/{number + at}" for at in range(len(chunk))]
+            self._waiting.update(keys)
+            columns, tagged = _columns(number, chunk, tags)
+            self._client.add_groups(columns, self._partition, keys=keys, tags=tagged, **terms)
             number += len(chunk)
 
     def _room(self) -> int:
         """Wait until half of the groups that may wait do. Returns how many more may."""
         while len(self._waiting) > self._most // 2:
-            self._wait()
+            try:
+                changes = next(self._changes, None)
+            except KeysTimeoutError:  # a group may have come and gone between two reports, and none mentions it
+                self._waiting = self._listed()
+                continue
+            if changes is None:
+                raise EndOfPartitionError(f"partition {self._partition!r} was cleared while groups were added to it.")
+            for key, tags in changes.changed.items():
+                (self._waiting.add if tags.get("group.state") == "waiting" else self._waiting.discard)(key)
+            self._waiting.difference_update(changes.removed)
         return self._most - len(self._waiting)
-
-    def _wait(self) -> None:
-        try:
-            changes = next(self._changes, None)
-        except KeysTimeoutError:  # a group may have come and gone between two reports, and none mentions it
-            self._waiting = self._listed()
-            return
-        if changes is None:
-            raise EndOfPartitionError(f"partition {self._partition!r} was cleared while groups were added to it.")
-        for key, tags in changes.changed.items():
-            (self._waiting.add if tags.get("group.state") == "waiting" else self._waiting.discard)(key)
-        self._waiting.difference_update(changes.removed)
 
     def _listed(self) -> set[str]:
         return set(self._client.kv_list(self._partition, where=_WAITS).get(self._partition, {}))
 
-    def _add(self, number: int, rows: list[Row]) -> None:
-        keys = [f"{self._key}/{number + at}" for at in range(len(rows))]
-        self._waiting.update(keys)
-        columns, tags = self._columns(number, rows)
-        self._client.add_groups(columns, self._partition, keys=keys, tags=tags, **self._terms)
 
-    def _columns(self, number: int, rows: list[Row]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        names = rows[0].keys()
-        for at, row in enumerate(rows):
-            if row.keys() != names or not self._tags <= row.keys():
-                raise InvalidRequestError(
-                    f"row {number + at} has {sorted(row)}, where others have {sorted(names)} and tags are "
-                    f"{sorted(self._tags)}. All rows must have the same entries."
-                )
-        fields = [name for name in names if name not in self._tags]
-        tags = [{name: row[name] for name in self._tags} for row in rows]
-        return {name: _column([row[name] for row in rows]) for name in fields}, tags
+def _columns(number: int, rows: list[Row], tags: frozenset[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The fields and the tags of these rows. ``number``: of the first one."""
+    names = rows[0].keys()
+    for at, row in enumerate(rows):
+        if row.keys() != names or not tags <= row.keys():
+            raise InvalidRequestError(
+                f"row {number + at} has {sorted(row)}, where others have {sorted(names)} and tags are "
+                f"{sorted(tags)}. All rows must have the same entries."
+            )
+    columns = {name: _column([row[name] for row in rows]) for name in names if name not in tags}
+    return columns, [{name: row[name] for name in tags} for row in rows]
 
 
 def _column(values: list[Any]) -> Any:

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict
 
 import msgspec
@@ -14,10 +15,10 @@ import torch
 from tensordict import TensorDict
 
 from transfer_queue import protocol as p
-from transfer_queue.client.base import ClientBase, check_meta, checked_wait, joined, parts_of, tags_by_row, to_meta
+from transfer_queue.client.base import check_meta, checked_wait, joined, parts_of, tags_by_row, to_meta
 from transfer_queue.client.get import Gets
-from transfer_queue.client.lease import Lease, LeaseStream, Renewals, Rows
-from transfer_queue.client.put import Puts, as_tensordict, rows_at
+from transfer_queue.client.lease import Lease, LeaseClient, LeaseStream, Rows
+from transfer_queue.client.put import as_tensordict, rows_at
 from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError, InvalidRequestError, SampleClearedError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.utils.logging_utils import get_logger
@@ -41,17 +42,8 @@ class LeaseTerms(TypedDict, total=False):
     keep: Keep
 
 
-class GroupVerbs(Gets, Puts, ClientBase):
+class GroupVerbs(Gets, LeaseClient):
     """Verbs of groups and leases."""
-
-    @cached_property
-    def renewals(self) -> Renewals:
-        return Renewals(self)
-
-    def end_threads(self) -> None:
-        """The renewals of leases end. Idempotent."""
-        if "renewals" in vars(self):
-            self.renewals.close()
 
     async def async_add_groups(
         self,
@@ -103,25 +95,11 @@ class GroupVerbs(Gets, Puts, ClientBase):
         names = [uuid.uuid4().hex for _ in range(count)] if keys is None else list(keys)
         if len(names) != count or not all(isinstance(name, str) for name in names):
             raise InvalidRequestError(f"{count} heads were given with {len(names)} keys. Give one string per head.")
-        _check_terms(parts=parts, min_parts=min_parts, attempts=attempts, worker_attempts=worker_attempts)
+        _check_whole(2**16, parts=parts, min_parts=min_parts, attempts=attempts, worker_attempts=worker_attempts)
         if deadline_s is not None and not 0 < deadline_s <= p.LONGEST_WAIT_S:
             raise InvalidRequestError(f"deadline_s must be a number of seconds above 0, got {deadline_s!r}.")
         terms = p.Terms(parts, min_parts, deadline_s, attempts, worker_attempts, tuple(tasks))
         return joined(await self.put_by_key(names, partition, rows, tags_by_row(tags, count), terms))
-
-    async def put_members(
-        self, rows: TensorDict, partition: str, tags: Sequence[Mapping[str, Any] | None] | None, members: p.Members
-    ) -> BatchMeta:
-        """New rows of a leased group. See ``Lease.put``."""
-        count = int(rows.batch_size[0])
-        if not count:
-            raise InvalidRequestError("a put of a lease got 0 rows; there is nothing to store.")
-        by_row = tags_by_row(tags, count)
-        if len(by_row) > p.MOST_ROWS:
-            raise InvalidRequestError(f"a put of a lease takes tags for {p.MOST_ROWS} rows, got {len(by_row)}.")
-        meta = await self.put_new(rows, partition, by_row, members)
-        meta.heads = [members.head] * count
-        return meta
 
     async def async_lease(
         self,
@@ -155,47 +133,43 @@ class GroupVerbs(Gets, Puts, ClientBase):
             >>> [lease.tags for lease in client.lease("train", 2, where="env == 'code'")]
             [{'env': 'code'}]
         """
-        terms = LeaseTerms(by=by, where=where, lease_s=lease_s, keep=keep)
-        return await self.leased(_request(partition, n, terms), timeout_s)
-
-    async def leased(self, request: p.LeaseGroups, timeout_s: float | None) -> list[Lease]:
-        began, limit = time.monotonic(), None if timeout_s is None else checked_wait("lease", timeout_s)
+        names = [partition] if isinstance(partition, str) else list(partition)
+        _check_whole(p.MOST_ROWS, n=n)
+        _check_lease(names, by, keep, lease_s)
+        request = p.LeaseGroups(0, names, n, by == "part", where, float(lease_s), keep)
+        end = time.monotonic() + (math.inf if timeout_s is None else checked_wait("lease", timeout_s))
         while True:
-            left = _SLICE_S if limit is None else max(0.0, began + limit - time.monotonic())
+            wait_s = min(max(0.0, end - time.monotonic()), _SLICE_S)
             try:
-                return await self._leased(msgspec.structs.replace(request, wait_s=min(left, _SLICE_S)))
+                return await self._leased(msgspec.structs.replace(request, id=self.session.number(), wait_s=wait_s))
             except SampleClearedError:
                 # This process stood still between the answer and the reading of a head. The lease was lost meanwhile,
                 # and its group has been trained: there may be other work.
                 continue
             except BatchTimeoutError as error:
-                if limit is not None and time.monotonic() - began >= limit:
+                if time.monotonic() >= end:
                     raise
                 _log.info("%s", error)
 
     async def _leased(self, request: p.LeaseGroups) -> list[Lease]:
-        request = msgspec.structs.replace(request, id=self.session.number())
         reply = await self.session.send(request, p.Reply, request.wait_s, keep=True)
         if isinstance(reply, p.Ended):
             names = ", ".join(map(repr, request.partitions))
             raise EndOfPartitionError(f"{names}: sealed, and no group there can need work any more.")
         assert isinstance(reply, p.LeasedGroups)
         try:
-            heads: dict[tuple[str, int], tuple[TensorDict, Mapping[str, Any]]] = {}
+            heads: dict[int, tuple[TensorDict, Mapping[str, Any]]] = {}
             for batch in reply.heads:
                 meta = to_meta(batch)
                 data = await self.async_get_data(meta) if batch.fields else TensorDict({}, [meta.size])
-                each = [_dense(row) for row in rows_at(data, [[row] for row in range(meta.size)])]
-                named = zip(meta.global_indexes, each, meta.custom_meta, strict=True)
-                heads.update({(batch.partition, index): (row, tags) for index, row, tags in named})
+                rows = [_dense(row) for row in rows_at(data, [[row] for row in range(meta.size)])]
+                heads.update(zip(meta.global_indexes, zip(rows, meta.custom_meta, strict=True), strict=True))
         except BaseException:
             await self.session.cancel(request.id)
             raise
         await self.session.post_done(request.id)  # now: if this process dies at its work, that counts as an attempt
-        found = [
-            Lease(self, granted, *heads[granted.partition, granted.head], request.lease_s) for granted in reply.leases
-        ]
-        self.renewals.add(found, request.lease_s)
+        found = [Lease(self, granted, *heads[granted.head], request.lease_s) for granted in reply.leases]
+        self.renewals.add(found)
         return found
 
     def leases(
@@ -217,7 +191,7 @@ class GroupVerbs(Gets, Puts, ClientBase):
             >>> for lease in client.leases("train"):
             ...     rows = lease.close({"response": lease.head["prompt"] * 10})
         """
-        return LeaseStream(partial(self.leased, _request(partition, n, terms), timeout_s))
+        return LeaseStream(partial(self.async_lease, partition, n, timeout_s=timeout_s, **terms))
 
     async def async_advance(self, partition: str, version: int, *, resumed: bool = False) -> None:
         """Say which policy version trains now. What was drawn for earlier steps counts as trained.
@@ -303,9 +277,7 @@ class GroupVerbs(Gets, Puts, ClientBase):
         check_meta("get_heads", metadata)
         if not metadata.size:
             return TensorDict({}, batch_size=[0])
-        numbers = metadata.group_index
-        first = [numbers.index(number) for number in range(max(numbers) + 1)]
-        heads = [metadata.heads[row] for row in first]  # type: ignore[index]
+        heads = list(dict(zip(metadata.group_index, metadata.heads or (), strict=True)).values())
         partition = metadata.partition_ids[0]
         wanted = [fields] if isinstance(fields, str) else None if fields is None else list(fields)
         batch = await self.session.ask(p.Describe, p.Batch, partition, wanted, p.pack_indexes(heads))
@@ -320,24 +292,19 @@ def _dense(row: TensorDict) -> TensorDict:
     return row
 
 
-def _check_terms(**numbers: int | None) -> None:
+def _check_whole(most: int, **numbers: int | None) -> None:
     for name, number in numbers.items():
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= 2**16):
-            raise InvalidRequestError(f"{name} must be a whole number from 1 to {2**16}, got {number!r}.")
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most):
+            raise InvalidRequestError(f"{name} must be a whole number from 1 to {most}, got {number!r}.")
 
 
-def _request(partition: str | Sequence[str], n: int, terms: LeaseTerms) -> p.LeaseGroups:
+def _check_lease(names: list[str], by: str, keep: str, lease_s: float) -> None:
     """Raises InvalidRequestError for what the server would refuse less clearly."""
-    names = [partition] if isinstance(partition, str) else list(partition)
     if not names or not all(isinstance(name, str) for name in names):
-        raise InvalidRequestError(f"partition must be a name, a pattern or a list of them, got {partition!r}.")
-    if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= p.MOST_ROWS:
-        raise InvalidRequestError(f"n must be a whole number from 1 to {p.MOST_ROWS}, got {n!r}.")
-    by, keep, lease_s = terms.get("by", "group"), terms.get("keep", "closed"), terms.get("lease_s", LEASE_S)
+        raise InvalidRequestError(f"partition must be a name, a pattern or a list of them, got {names!r}.")
     if by not in ("group", "part"):
         raise InvalidRequestError(f'by must be "group" or "part", got {by!r}.')
     if keep not in ("all", "closed", "none"):
         raise InvalidRequestError(f'keep must be "all", "closed" or "none", got {keep!r}.')
     if not 0 < lease_s <= p.LONGEST_WAIT_S:
         raise InvalidRequestError(f"lease_s must be a number of seconds above 0, got {lease_s!r}.")
-    return p.LeaseGroups(0, names, n, by == "part", terms.get("where"), float(lease_s), keep)

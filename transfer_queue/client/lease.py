@@ -3,21 +3,20 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
-from typing import Any, Literal, Protocol
+from functools import cached_property
+from typing import Any, Literal, TypeVar
 
 from tensordict import TensorDict
 
 from transfer_queue import protocol as p
-from transfer_queue.client.base import parts_of, to_meta
-from transfer_queue.client.put import as_tensordict
+from transfer_queue.client.base import parts_of, tags_by_row, to_meta
+from transfer_queue.client.put import Puts, as_tensordict
 from transfer_queue.errors import (
     ClosedError,
     EndOfPartitionError,
@@ -28,26 +27,39 @@ from transfer_queue.errors import (
 )
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.transport.blocking import blocking, run_blocking
-from transfer_queue.transport.session import Session
 from transfer_queue.utils.logging_utils import get_logger
 
 Rows = TensorDict | Mapping[str, Any]
+TagList = Sequence[Mapping[str, Any] | None] | None
+_T = TypeVar("_T")
 _log = get_logger(__name__)
 _RENEWED_PER_LEASE = 3
 _JOIN_S = 2.0
 
 
-class LeaseClient(Protocol):
-    """What leases need of their client."""
+class LeaseClient(Puts):
+    """What leases need of their client: it puts their rows, and renews them."""
 
-    session: Session
+    @cached_property
+    def renewals(self) -> Renewals:
+        return Renewals(self)
 
-    @property
-    def renewals(self) -> Renewals: ...
+    def end_threads(self) -> None:
+        """The renewals of leases end. Idempotent."""
+        if "renewals" in vars(self):
+            self.renewals.close()
 
-    async def put_members(
-        self, rows: TensorDict, partition: str, tags: Sequence[Mapping[str, Any] | None] | None, members: p.Members
-    ) -> BatchMeta: ...
+    async def put_members(self, rows: TensorDict, partition: str, tags: TagList, members: p.Members) -> BatchMeta:
+        """New rows of a leased group. See ``Lease.put``."""
+        count = int(rows.batch_size[0])
+        if not count:
+            raise InvalidRequestError("a put of a lease got 0 rows; there is nothing to store.")
+        by_row = tags_by_row(tags, count)
+        if len(by_row) > p.MOST_ROWS:
+            raise InvalidRequestError(f"a put of a lease takes tags for {p.MOST_ROWS} rows, got {len(by_row)}.")
+        meta = await self.put_new(rows, partition, by_row, members)
+        meta.heads = [members.head] * count
+        return meta
 
 
 class Lease:
@@ -68,70 +80,37 @@ class Lease:
     def __init__(
         self, client: LeaseClient, granted: p.GrantedLease, head: TensorDict, tags: Mapping[str, Any], lease_s: float
     ) -> None:
-        self._client = client
-        self._lease_s = lease_s
-        self._granted = granted
-        self._open = list(granted.parts)
-        self._lost = False
+        self._client, self._granted, self._lease_s = client, granted, lease_s
         self.head = head
         """[1] The fields of the group's own row."""
         self.tags = {name: value for name, value in tags.items() if not name.startswith("group.")}
         """The tags that the head was added with."""
-
-    # ---- what it is ----
-
-    @property
-    def partition(self) -> str:
-        return self._granted.partition
-
-    @property
-    def key(self) -> str:
-        """That of the head."""
-        return self._granted.key
-
-    @property
-    def attempt(self) -> int:
+        self.partition, self.key = granted.partition, granted.key
+        self.attempt = granted.attempt
         """1 for the first one; then one more for each attempt that has failed."""
-        return self._granted.attempt
-
-    @property
-    def version(self) -> int | None:
+        self.version = granted.version
         """The policy version that trained when the group got its first lease; None: nobody has said so."""
-        return self._granted.version
-
-    @property
-    def parts(self) -> list[int]:
+        self.parts = list(granted.parts)
         """The parts that are still to be closed."""
-        return list(self._open)
-
-    @property
-    def part(self) -> int | None:
+        self.part = granted.parts[0] if len(granted.parts) == 1 else None
         """The part, where the lease has one alone."""
-        return self._granted.parts[0] if len(self._granted.parts) == 1 else None
-
-    @property
-    def token(self) -> int:
+        self.token = granted.token
         """Its number: later leases have larger ones."""
-        return self._granted.token
+        self.aborted = False
+        """Whether the work is of no use any more: the group is too old, cleared, or another worker's by now."""
 
     @property
     def is_open(self) -> bool:
         """Whether parts of it are to be closed, as far as this process knows."""
-        return bool(self._open) and not self._lost
-
-    @property
-    def aborted(self) -> bool:
-        """Whether the work is of no use any more: the group is too old, cleared, or another worker's by now."""
-        return self._lost
+        return bool(self.parts) and not self.aborted
 
     async def async_members(self) -> BatchMeta:
         """Rows that earlier holders have left in these parts, for ``get_data``: with ``keep="all"``."""
         indexes = [index for own in self._granted.members.values() for index in p.unpack_indexes(own).tolist()]
         if not indexes:
             return BatchMeta.empty()
-        session = self._client.session
         packed = p.pack_indexes(indexes)
-        return to_meta(await session.ask(p.Describe, p.Batch, self.partition, None, packed))
+        return to_meta(await self._client.session.ask(p.Describe, p.Batch, self.partition, None, packed))
 
     @property
     def members(self) -> BatchMeta:
@@ -140,9 +119,7 @@ class Lease:
 
     # ---- work ----
 
-    async def async_put(
-        self, rows: Rows, tags: Sequence[Mapping[str, Any] | None] | None = None, part: int | None = None
-    ) -> BatchMeta:
+    async def async_put(self, rows: Rows, tags: TagList = None, part: int | None = None) -> BatchMeta:
         """Add rows to the group; ordinary tasks may read them at once.
 
         Args:
@@ -156,27 +133,20 @@ class Lease:
             LeaseLostError: another worker has the work by now, or it is of no use; nothing was stored.
             GroupStateError: the part was closed.
         """
-        return await self._put(rows, tags, part, closes=False)
+        return await self._put(rows, tags, self._members(part))
 
-    async def async_close(
-        self,
-        rows: Rows | None = None,
-        tags: Sequence[Mapping[str, Any] | None] | None = None,
-        part: int | None = None,
-    ) -> BatchMeta:
+    async def async_close(self, rows: Rows | None = None, tags: TagList = None, part: int | None = None) -> BatchMeta:
         """The work is done, with these last rows: one message. All open parts are closed, or this one.
 
         Raises:
             LeaseLostError: as for ``async_put``.
             GroupStateError: a part has no rows.
         """
-        if rows is None:
-            await self._end("close", self._parts(part))
-            meta = BatchMeta.empty()
-        else:
-            meta = await self._put(rows, tags, part, closes=True)
-        self._closed(self._parts(part))
-        return meta
+        members = self._members(part, closes=True)
+        if rows is not None:
+            return await self._put(rows, tags, members)
+        await self._end("close", members)
+        return BatchMeta.empty()
 
     async def async_release(self, reason: str, blame: Literal["worker", "sample", "nobody"] = "worker") -> None:
         """The work is for another attempt.
@@ -187,62 +157,55 @@ class Lease:
         """
         if blame not in ("worker", "sample", "nobody"):
             raise InvalidRequestError(f'blame must be "worker", "sample" or "nobody", got {blame!r}.')
-        await self._end("release", self._open, reason, blame)
-        self._closed(self._open)
+        await self._end("release", self._members(closes=True), reason, blame)
 
     async def async_reject(self, reason: str) -> None:
         """The group is of no use to training. It leaves, with all its rows."""
-        await self._end("reject", self._open, reason)
-        self._closed(self._open)
+        await self._end("reject", self._members(closes=True), reason)
 
     put = blocking(async_put)
     close = blocking(async_close)
     release = blocking(async_release)
     reject = blocking(async_reject)
 
-    def _parts(self, part: int | None) -> list[int]:
-        return list(self._open) if part is None else [part]
-
-    def _members(self, parts: list[int], closes: bool = False) -> p.Members:
+    def _members(self, part: int | None = None, closes: bool = False) -> p.Members:
+        """Of this part; None: of all open ones."""
+        parts = list(self.parts) if part is None else [part]
         if not parts:
             raise LeaseLostError("this lease has ended: its parts were closed, released or rejected before.")
-        return p.Members(self._granted.token, self._granted.head, parts, closes)
+        return p.Members(self.token, self._granted.head, parts, closes)
 
-    def _closed(self, parts: Sequence[int]) -> None:
-        self._open = [each for each in self._open if each not in parts]
-        if not self._open:
-            self._client.renewals.remove(self)
+    async def _put(self, rows: Rows, tags: TagList, members: p.Members) -> BatchMeta:
+        return await self._told(members, self._client.put_members(as_tensordict(rows), self.partition, tags, members))
 
-    async def _put(
-        self, rows: Rows, tags: Sequence[Mapping[str, Any] | None] | None, part: int | None, closes: bool
-    ) -> BatchMeta:
-        members = self._members(self._parts(part), closes)
+    async def _end(self, how: str, members: p.Members, reason: str = "", blame: str = "worker") -> None:
+        end = (self.partition, members, how, reason[:1000], blame)
+        await self._told(members, self._client.session.ask(p.EndLease, p.Done, *end))
+
+    async def _told(self, members: p.Members, answer: Awaitable[_T]) -> _T:
+        """The server's answer, and what follows from it for the lease."""
         try:
-            meta = await self._client.put_members(as_tensordict(rows), self.partition, tags, members)
+            reply = await answer
         except LeaseLostError:
             self._is_lost()
             raise
-        if self._lost and not closes:  # it was late, and nobody else had the work: the lease goes on
-            self._lost = False
-            self._client.renewals.add([self], self._lease_s)
-        return meta
-
-    async def _end(self, how: str, parts: list[int], reason: str = "", blame: str = "worker") -> None:
-        members, reason = self._members(parts), reason[:1000]
-        try:
-            await self._client.session.ask(p.EndLease, p.Done, self.partition, members, how, reason, blame)
-        except LeaseLostError:
-            self._is_lost()
-            raise
+        if members.closes:
+            self.parts = [each for each in self.parts if each not in members.parts]
+            if not self.parts:
+                self._client.renewals.remove(self)
+        elif self.aborted:  # it was late, and nobody else had the work: the lease goes on
+            self.aborted = False
+            self._client.renewals.add([self])
+        return reply
 
     def _is_lost(self) -> None:
-        self._lost = True
+        self.aborted = True
         self._client.renewals.remove(self)
 
     # ---- as a context manager ----
 
     async def _leave(self, error: BaseException | None) -> None:
-        if self._open:
+        if self.parts:
             text = "its body ended without closing it" if error is None else f"{type(error).__name__}: {error}"
             with suppress(LeaseLostError):  # it is another's, or was cleared
                 await self.async_release(text)
@@ -250,21 +213,17 @@ class Lease:
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         run_blocking(self._leave(error))
 
     async def __aenter__(self) -> Lease:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         await self._leave(error)
 
     def __repr__(self) -> str:
-        state = "lost" if self._lost else f"open parts {self._open}" if self._open else "ended"
+        state = "lost" if self.aborted else f"open parts {self.parts}" if self.parts else "ended"
         return f"Lease({self.key!r} of {self.partition!r}, attempt {self.attempt}, {state})"
 
 
@@ -277,19 +236,15 @@ class Renewals:
         self._leases: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
         self._changed = False
         self._closed = threading.Event()
-        self._period_s = math.inf
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
-    def add(self, leases: Sequence[Lease], lease_s: float) -> None:
+    def add(self, leases: Sequence[Lease]) -> None:
         with self._lock:
             if self._pid != os.getpid():  # a forked child has leases of its own
                 self._leases, self._thread, self._pid = weakref.WeakValueDictionary(), None, os.getpid()
-            for lease in leases:
-                self._leases[lease.token] = lease
-            shorter = lease_s / _RENEWED_PER_LEASE
+            self._leases.update((lease.token, lease) for lease in leases)
             self._changed = True  # the thread asks for the new ones, too
-            self._period_s = min(self._period_s, shorter)
             if self._thread is None and not self._closed.is_set():
                 self._thread = threading.Thread(target=self._run, name="transfer-queue-leases", daemon=True)
                 self._thread.start()
@@ -311,21 +266,21 @@ class Renewals:
                 leases = dict(self._leases)
                 client = self._client()
                 if self._closed.is_set() or not leases or client is None:
-                    self._thread, self._period_s = None, math.inf
+                    self._thread = None
                     return
-                self._changed, period_s = False, self._period_s
+                self._changed = False
+            period_s = min(lease._lease_s for lease in leases.values()) / _RENEWED_PER_LEASE
             tokens = list(leases)
             del leases
+            lost: list[int] = []
             try:
-                lost = self._renew(client, tokens, period_s)
+                with suppress(_Again):
+                    lost = self._renew(client, tokens, period_s)
             except (ClosedError, SessionEndedError):
                 lost = tokens
             except TransferQueueError as error:  # the server may only be busy, and says later which are lost
                 _log.warning("the leases of this process can't be renewed now: %s", error)
                 self._closed.wait(period_s)
-                lost = []
-            except _Again:
-                lost = []
             for token in lost:
                 lease = self._leases.get(token)
                 if lease is not None:

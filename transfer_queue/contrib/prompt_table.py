@@ -42,10 +42,15 @@ class PromptTable:
         for key in changes.removed:
             self._remove(key)
         for key, tags in changes.changed.items():
-            if tags.get("is_prompt", False):
-                self._add_prompt(key, tags["status"], tags["global_steps"])
-            else:
+            if not tags.get("is_prompt", False):
                 self.trajectories[key] = tags
+                continue
+            status = tags["status"]
+            if status not in self.prompts:
+                raise ValueError(f"prompt {key!r} has status {status!r}, which is none of {', '.join(STATUSES)}.")
+            self._remove(key)
+            self.prompts[status].add(key)
+            self.steps[key] = tags["global_steps"]
 
     def num_ended(self) -> int:
         return sum(len(self.prompts[status]) for status in ENDED)
@@ -55,13 +60,6 @@ class PromptTable:
         self.steps.pop(key, None)
         for keys in self.prompts.values():
             keys.discard(key)
-
-    def _add_prompt(self, key: str, status: str, step: int) -> None:
-        if status not in self.prompts:
-            raise ValueError(f"prompt {key!r} has status {status!r}, which is none of {', '.join(STATUSES)}.")
-        self._remove(key)
-        self.prompts[status].add(key)
-        self.steps[key] = step
 
 
 class PromptWatch:

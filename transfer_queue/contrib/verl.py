@@ -44,8 +44,10 @@ def replay_buffer(trainer_mode: str, sampler_kwargs: Any, **verls: Any) -> Repla
         ValueError: verl's configuration filters or refills groups, and ``sampler_kwargs`` don't say it.
     """
     own = dict(sampler_kwargs)
-    for setting, argument in _WITHHELD.items():
-        if argument not in own and OmegaConf.is_config(sampler_kwargs) and _set_in(sampler_kwargs, setting):
+    for setting, argument in _WITHHELD.items() if OmegaConf.is_config(sampler_kwargs) else ():
+        # These arguments are a part of verl's configuration, at trainer.v1.sampler.
+        is_set = OmegaConf.select(sampler_kwargs, f".....{setting}", throw_on_resolution_failure=False)
+        if is_set and argument not in own:
             raise ValueError(
                 f"verl doesn't tell a custom sampler of {setting}. Set trainer.v1.sampler.sampler_kwargs.{argument} "
                 "as well (docs/migration.md of lightning-tq)."
@@ -55,11 +57,6 @@ def replay_buffer(trainer_mode: str, sampler_kwargs: Any, **verls: Any) -> Repla
     chosen = WatchingReplayBuffer if trainer_mode == "sync" else WatchingReplayBufferAsync
     arguments = {"gen_batch_size": 1, **verls, **own}  # verl's trainers refill prompts one by one
     return chosen(trainer_mode=trainer_mode, sampler_kwargs=sampler_kwargs, **arguments)
-
-
-def _set_in(sampler_kwargs: Any, setting: str) -> bool:
-    """Whether this is set in the configuration that these arguments are a part of, at trainer.v1.sampler."""
-    return bool(OmegaConf.select(sampler_kwargs, f".....{setting}", throw_on_resolution_failure=False))
 
 
 class WatchingReplayBuffer(ReplayBuffer):

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from transfer_queue.control.consumer import Consumer, FieldNames
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet, ReadyView
-from transfer_queue.control.ready_groups import TaskGroups
+from transfer_queue.control.ready_groups import ReadyGroups
 from transfer_queue.control.rows import Rows, RowState, all_of
 from transfer_queue.control.whole_groups import WholeGroups, groups_in
 from transfer_queue.errors import InvalidRequestError, SamplerError, TransferQueueError
@@ -135,9 +135,8 @@ class Share:
 class PartitionView:
     """What a sampler may read of a partition besides the ready samples: its ``partition`` argument."""
 
-    def __init__(self, partition: Partition, task: str) -> None:
+    def __init__(self, partition: Partition) -> None:
         self._partition = partition
-        self._task = task
 
     @property
     def partition_id(self) -> str:
@@ -147,10 +146,10 @@ class PartitionView:
     def sealed(self) -> bool:
         return self._partition.is_final
 
-    def group_queue(self, ready_indexes: ReadyView, sampler: GroupSampler) -> Any:
-        """The groups that the task may draw."""
-        assert self._partition.groups is not None, "nothing is drawn of a partition without groups"
-        return TaskGroups(self._partition.groups, ready_indexes.ready, sampler, self._task)
+    def group_queue(self, ready_indexes: ReadyView) -> ReadyGroups | None:
+        """The groups that the task may draw; None where the partition has none."""
+        follower = ready_indexes.ready.follower
+        return follower if isinstance(follower, ReadyGroups) else None
 
     @property
     def custom_meta(self) -> Mapping[int, Tags]:
@@ -266,7 +265,7 @@ class Draw:
     @property
     def _seen(self) -> PartitionView:
         """What the sampler may read besides the ready samples."""
-        return PartitionView(self.partition, self.consumer.task)
+        return PartitionView(self.partition)
 
     def _is_cached(self) -> bool:
         asked = getattr(self.sampler.has_cached_result, "__func__", None)

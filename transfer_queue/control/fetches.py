@@ -81,7 +81,7 @@ class _Reader:
         if partition is None:
             self._check_producers(now)
             return p.NotReady(fetch.id, task.needed(fetch), 0, 0) if late else None
-        served = ServedFetch(fetch, partition, task, dp_size, state.calls.turn)
+        served = ServedFetch(state, fetch, partition, task, dp_size)
         served.client = self._call.client
         served.consumer.asked_at = now
         if fetch.where is not None:

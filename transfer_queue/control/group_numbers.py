@@ -18,17 +18,17 @@ def group_numbers(state: PlaneState, partition: Partition, now: float) -> dict[s
     groups, leases = partition.groups, state.leases
     if groups is None:
         return {}
-    named = {task for terms in groups.terms for task in terms.tasks}
+    named = {task for terms in groups.fresh for task in terms.tasks}
     tasks = sorted(named | {task for task in partition.consumers if leases.sampler(task) is not None})
     slots: dict[str, dict[str, Any]] = {}
     for task in tasks:
         sampler = leases.sampler(task)
         budget, per_step = (0, 0) if sampler is None else (sampler.budget, sampler.groups)
-        own = {"used": leases.trainer(task).charged, "budget": budget, "per_step": per_step}
+        own = {"used": leases.trainers[task].charged, "budget": budget, "per_step": per_step}
         slots[task] = own if sampler is None or sampler.gate is None else own | {"gate": sampler.gate}
-    first = leases.oldest_of(groups)
+    first = leases.oldest_of(partition)
     oldest = None if first is None else {
-        "worker": first.client, "key": partition.keys.key_of(first.group.index), "age_s": now - first.since,
+        "worker": first.worker.client, "key": partition.keys.key_of(first.group.index), "age_s": now - first.since,
     }  # fmt: skip
     return {
         "added": partition.num_heads, "states": groups.numbers(), "oldest": oldest,

@@ -29,7 +29,7 @@ _NOBODY: frozenset[str] = frozenset()
 
 
 class Group:
-    """A group that work has begun on. ``seq``: its place in the order of first leases.
+    """A group that work has begun on. ``seq``: the token of its first lease, which is its place in their order.
 
     ``tokens``: by part, of the lease that has it, or had it last. ``members``: by part, the indexes of its rows.
     ``drawn_by``, ``trained_by``, ``acked_by``: tasks. ``passed``: no gate is against it. ``arrivals``: by task, its
@@ -72,6 +72,10 @@ class Group:
     def all_members(self) -> list[int]:
         """Ascending within each part."""
         return [index for part in sorted(self.members) for index in self.members[part]]
+
+    def void(self, token: int) -> None:
+        """This lease has been given up: nothing can come of it any more."""
+        self.tokens = {part: own for part, own in self.tokens.items() if own != token or part in self.closed}
 
     def open_parts(self) -> list[int]:
         return [part for part in range(self.terms.parts) if part not in self.closed]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import itemgetter
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from transfer_queue.control import group_work
 from transfer_queue.control.filtered import FilteredSet
 from transfer_queue.control.group_record import REJECTED, Group
 from transfer_queue.control.groups import Groups
-from transfer_queue.control.leases import LEASES, HeldLease, is_of, is_pattern, queue_of
+from transfer_queue.control.leases import LEASES, HeldLease, is_of, is_pattern
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.serving import describe
@@ -32,9 +33,7 @@ class Unconfirmed(Holding):
 
     def undo(self) -> bool:
         for lease in self._leases:
-            if self._state.leases.end(lease):
-                lease.groups.void(lease.group, lease.token)
-                group_work.lost(self._state, lease, "its worker never got it", None)
+            group_work.give_up(self._state, lease, "its worker never got it", None)
         return True
 
 
@@ -42,7 +41,7 @@ def lease(state: PlaneState, call: Call, request: p.LeaseGroups) -> p.Reply | Wa
     """Lease what can be worked on now, or wait for it. Equal requests are served in order of arrival."""
     if request.where is not None:
         parse_filter(request.where)
-    line = queue_of(request.partitions, request.where, request.by_part)
+    line = (LEASES, tuple(request.partitions), request.where, request.by_part)
 
     def answer(wait: Wait | None, has_turn: bool) -> p.Reply | More | None:
         late = wait.late if wait is not None else request.wait_s <= 0
@@ -68,6 +67,7 @@ class _Grants:
         self._state, self._call, self._request = state, call, request
         self._where = None if request.where is None else parse_filter(request.where)
         self._leases: list[HeldLease] = []
+        self._heads: list[p.Batch] = []
 
     def reply(self) -> p.Reply | More | None:
         """None: there is nothing to work on."""
@@ -80,31 +80,26 @@ class _Grants:
                 if not self._leases:
                     return MORE
                 break
-            before = len(self._leases)
+            num_before = len(self._leases)
             self._take_begun(partition, groups)
-            self._take_fresh(partition, groups, among)
-            if len(self._leases) > before:
+            if self._num_missing:
+                self._take_fresh(partition, groups, among)
+            if made := self._leases[num_before:]:
                 self._state.producers.announced(self._call, groups.member_fields)
                 groups.flush()
                 self._state.changed(partition)
+                self._describe_heads(partition, np.array([each.group.index for each in made], dtype=np.int64))
             if not self._num_missing:
                 break
         if not self._leases:
             return None
         self._state.calls.hold(self._call, Unconfirmed(self._state, self._leases))
-        return p.LeasedGroups(self._request.id, [self._described(each) for each in self._leases], self._heads())
+        return p.LeasedGroups(self._request.id, [self._described(each) for each in self._leases], self._heads)
 
-    def _heads(self) -> list[p.Batch]:
-        by_partition: dict[str, list[int]] = {}
-        for made in self._leases:
-            by_partition.setdefault(made.groups.partition.name, []).append(made.group.index)
-        found = []
-        for name, heads in by_partition.items():
-            partition, indexes = self._state.get(name), np.array(heads, dtype=np.int64)
-            rows = partition.rows_of(indexes)
-            fields = [*partition.schema.fields_of(rows), *partition.lost_of(indexes)]  # so reading it names the loss
-            found.append(describe(self._request.id, partition, indexes, fields, rows))
-        return found
+    def _describe_heads(self, partition: Partition, indexes: p.Indexes) -> None:
+        rows = partition.rows_of(indexes)
+        fields = [*partition.schema.fields_of(rows), *partition.lost_of(indexes)]  # so reading it names the loss
+        self._heads.append(describe(self._request.id, partition, indexes, fields, rows))
 
     @property
     def _num_missing(self) -> int:
@@ -120,20 +115,32 @@ class _Grants:
 
     def _take_fresh(self, partition: Partition, groups: Groups, among: ReadySet | None) -> None:
         leases = self._state.leases
-        terms = [each for each in groups.terms_waiting() if leases.room(each)] if self._num_missing else []
         rows, version = [], leases.version_of(partition.name)
-        for row, each in groups.first_fresh(terms, self._num_missing, among) if terms else ():
-            if not self._num_missing:
-                break
-            if not leases.room(each):  # another of them took it
+        for row, terms in self._first_fresh(groups, among):
+            if not self._num_missing or not leases.room(terms):  # others of them took it
                 continue
             rows.append(row)
-            group = groups.begin(row, each, leases.next_seq(), version)
+            group = Group(partition.table.column("index").item(row), terms, leases.next_token, version)
+            groups.enter(group)
             leases.charge(group)
-            group_work.watch_deadline(self._state, groups, group)
+            group_work.watch_deadline(self._state, partition, group)
             self._grant(partition, groups, group)
         if rows:
             groups.have_begun(np.array(rows, dtype=np.intp))
+
+    def _first_fresh(self, groups: Groups, among: ReadySet | None) -> list[tuple[int, p.Terms]]:
+        """(row, terms) of the first heads that wait for their first lease and have a slot, oldest ones first.
+
+        ``among``: only heads of this set.
+        """
+        found: list[tuple[int, p.Terms]] = []
+        for terms, fresh in groups.fresh.items():
+            if fresh.count and self._state.leases.room(terms):
+                rows = fresh.first(self._num_missing).tolist() if among is None else [
+                    row for block in among.blocks() for row in block[fresh.contains(block)].tolist()
+                ][: self._num_missing]  # fmt: skip
+                found += [(row, terms) for row in rows]
+        return sorted(found, key=itemgetter(0))
 
     def _grant(self, partition: Partition, groups: Groups, group: Group) -> None:
         leases, request = self._state.leases, self._request
@@ -142,13 +149,13 @@ class _Grants:
         free = leases.free_parts(group)
         shares = [[part] for part in free[: self._num_missing]] if request.by_part else [free]
         for parts in shares:
-            made = leases.grant(self._call, groups, group, parts, request.lease_s)
+            made = leases.grant(self._call, partition, group, parts, request.lease_s)
             self._leases.append(made)
             group_work.gone(self._state, groups.take(group, parts, made.token, request.keep))
-        groups.note_free_parts(group, request.by_part and len(shares) < len(free))
+        groups.held(group, True, request.by_part and len(shares) < len(free))
 
     def _described(self, made: HeldLease) -> p.GrantedLease:
-        group, partition = made.group, made.groups.partition
+        group, partition = made.group, made.partition
         members = {part: p.pack_indexes(np.array(own)) for part in made.parts if (own := group.members.get(part))}
         return p.GrantedLease(
             made.token, partition.name, group.index, partition.keys.key_of(group.index) or "", group.attempt,
@@ -189,8 +196,8 @@ def _too_late(state: PlaneState, request: p.LeaseGroups, waited_s: float) -> str
             continue
         numbers = partition.groups.numbers()
         parts.append(f"{partition.name!r} has " + (", ".join(f"{n} {s}" for s, n in numbers.items()) or "none"))
-        for task in sorted({task for terms in partition.groups.terms_waiting() for task in terms.tasks}):
-            parts.append(_slots(state, task))
+        waiting = [terms for terms, fresh in partition.groups.fresh.items() if fresh.count]
+        parts += [_slots(state, task) for task in sorted({task for terms in waiting for task in terms.tasks})]
     return f"{text}{'; '.join(parts)}. Add groups, wait longer (timeout_s), or look at the trainer."
 
 
@@ -198,7 +205,7 @@ def _slots(state: PlaneState, task: str) -> str:
     sampler = state.leases.sampler(task)
     if sampler is None:
         return f"task {task!r}, which is to train them, is not registered with a GroupSampler yet"
-    return f"task {task!r} has {state.leases.trainer(task).charged} of {sampler.budget} slots in use"
+    return f"task {task!r} has {state.leases.trainers[task].charged} of {sampler.budget} slots in use"
 
 
 def end_lease(state: PlaneState, call: Call, request: p.EndLease) -> p.Reply:
@@ -212,12 +219,10 @@ def end_lease(state: PlaneState, call: Call, request: p.EndLease) -> p.Reply:
         group_work.leave(state, partition, group, REJECTED, request.reason)
         group_work.settle(state, partition)
     else:
-        own = state.leases.get(members.lease)
+        own = state.leases.held.get(members.lease)
         if own is None:
             raise LeaseLostError("this lease was lost before it was released: its attempt counts already.")
-        state.leases.end(own)
-        own.groups.void(group, own.token)
-        group_work.lost(state, own, request.reason, None if request.blame == "nobody" else request.blame)
+        group_work.give_up(state, own, request.reason, None if request.blame == "nobody" else request.blame)
     return p.Done(request.id)
 
 
@@ -230,18 +235,14 @@ def advance(state: PlaneState, call: Call, request: p.Advance) -> p.Reply:
     """What was drawn for earlier steps has been trained, and what is too old now leaves."""
     leases = state.leases
     leases.advance(request.partition, request.version, request.resumed)
-    for task, trainer in leases.trainers():
-        over = [
-            (groups, groups.live[index])
-            for step, drawn in trainer.rounds.items() if step < request.version
-            for index, groups in drawn.items()
-            if index in groups.live and is_of(groups.partition.name, request.partition)
-        ]  # fmt: skip
-        group_work.trained(state, task, over)
     for partition in list(matching(state, [request.partition])):
         if partition.groups is None:
             continue
-        for task, _ in leases.trainers():
+        live = partition.groups.live
+        for task, trainer in list(leases.trainers.items()):
+            over = [drawn for step, drawn in trainer.rounds.items() if step < request.version]
+            if own := [live[index] for drawn in over for index in drawn if index in live]:
+                group_work.trained(state, partition, task, own)
             group_work.drop_stale(state, partition, task, request.version, is_drawing=False)
         group_work.settle(state, partition)
     state.waits.wake_first((LEASES,))

@@ -229,7 +229,7 @@ def _wanted_by(state: PlaneState, request: p.Fetch, now: float) -> dict[str, Any
         if partition is None:
             missing = p.NotReady(request.id, task.needed(request), 0, 0)
         else:
-            served = ServedFetch(request, partition, task, task.size_for(request), state.calls.turn)
+            served = ServedFetch(state, request, partition, task, task.size_for(request))
             missing = served.not_ready(now)
     except TransferQueueError as error:  # the next request of its task gets this error
         return {"fields": request.fields, "refused": str(error)}

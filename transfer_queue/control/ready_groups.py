@@ -20,16 +20,26 @@ Key = tuple[int, int]
 Order = Callable[[Group], Key]
 
 
-class ReadyGroups:
-    """Follows a ready set. A group is ready once it is closed, no gate is against it, and all its rows are in the set.
+def ready_groups(ready: ReadySet, groups: Groups, sampler: GroupSampler, task: str) -> ReadyGroups:
+    """The groups of this set, which follow it from their first use on. Those in another order are forgotten."""
+    known = ready.follower
+    if not isinstance(known, ReadyGroups) or known.order is not sampler.order_key:
+        known = ready.follower = ReadyGroups(ready, groups, sampler.order_key, task)
+    return known
 
-    ``order``: the key by which groups are drawn; None: as they became ready.
+
+class ReadyGroups:
+    """The groups that a task may draw, as its sampler sees them: see ``DrawableGroups``. They follow a ready set.
+
+    A group is ready once it is closed, no gate is against it, and all its rows are in the set. ``order``: the key by
+    which groups are drawn; None: as they became ready.
     """
 
     def __init__(self, ready: ReadySet, groups: Groups, order: Order | None, task: str) -> None:
         self.groups = groups
         self._task = task
         self.order = order
+        self.step: int | None = None
         self._num_ready: dict[int, int] = {}
         self._sorted: list[tuple[Key, int]] = []
         self._start = 0
@@ -39,16 +49,28 @@ class ReadyGroups:
         for rows in ready.blocks():
             self.changed(rows, True)
 
-    def __len__(self) -> int:
-        return len(self._sorted) - self._start
-
     def __iter__(self) -> Iterator[Group]:
-        """In the sampler's order."""
         live = self.groups.live
         return (live[self._sorted[at][1]] for at in range(self._start, len(self._sorted)))
 
     def __contains__(self, group: Group) -> bool:
         return group.index in self._keys
+
+    def unfinished(self) -> Iterator[Group]:
+        """See ``DrawableGroups``."""
+        return (
+            group for group in self.groups.unfinished.values()
+            if self._task not in group.drawn_by and group.is_for(self._task)
+        )  # fmt: skip
+
+    def overtook(self, group: Group) -> list[int]:
+        """See ``DrawableGroups``. Places in front of this group are forgotten."""
+        places = self.groups.overtaking
+        places[self._task] = [at for at in places.get(self._task, ()) if at > group.seq]
+        return places[self._task]
+
+    def tags_of_members(self, group: Group) -> list[Tags]:
+        return self.groups.tags_of_members(group)
 
     def changed(self, rows: Rows, present: bool) -> None:
         """These rows are ready now, or not any more."""
@@ -72,7 +94,10 @@ class ReadyGroups:
         )
         known = self._keys.get(group.index)
         if is_ready and known is None:
-            key = (self._arrival(group), 0) if self.order is None else self.order(group)
+            if self.order is not None:
+                key = self.order(group)
+            else:  # it outlives this object: a ready set is made anew when rows move
+                key = (group.arrivals.setdefault(self._task, next(self.groups.arrivals)), 0)
             self._keys[group.index] = key
             insort(self._sorted, (key, group.index), lo=self._start)
         elif not is_ready and known is not None:
@@ -89,46 +114,3 @@ class ReadyGroups:
         if 2 * self._start > len(self._sorted):
             del self._sorted[: self._start]
             self._start = 0
-
-    def _arrival(self, group: Group) -> int:
-        """Its place in the order of arrival, which outlives this object: a ready set is made anew when rows move."""
-        place = group.arrivals.get(self._task)
-        if place is None:
-            self.groups.num_arrivals += 1
-            place = group.arrivals[self._task] = self.groups.num_arrivals
-        return place
-
-
-class TaskGroups:
-    """The groups that a task may draw, as its sampler sees them: see ``DrawableGroups``."""
-
-    def __init__(self, groups: Groups, ready: ReadySet, sampler: GroupSampler, task: str) -> None:
-        known = ready.follower
-        fits = isinstance(known, ReadyGroups) and known.groups is groups and known.order is sampler.order_key
-        if not isinstance(known, ReadyGroups) or not fits:
-            known = ready.follower = ReadyGroups(ready, groups, sampler.order_key, task)
-        self._ready, self._groups, self._task = known, groups, task
-        self.step = groups.work.step_of(task)
-
-    def __len__(self) -> int:
-        return len(self._ready)
-
-    def __iter__(self) -> Iterator[Group]:
-        return iter(self._ready)
-
-    def __contains__(self, group: Group) -> bool:
-        return group in self._ready
-
-    def unfinished(self) -> Iterator[Group]:
-        """All that the task has still to draw, in the order of first leases."""
-        return (
-            group for group in self._groups.unfinished.values()
-            if self._task not in group.drawn_by and group.is_for(self._task)
-        )  # fmt: skip
-
-    def overtook(self, group: Group) -> list[int]:
-        """See ``DrawableGroups``."""
-        return self._groups.work.overtook(self._task, group.seq)
-
-    def tags_of_members(self, group: Group) -> list[Tags]:
-        return self._groups.tags_of_members(group)

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from transfer_queue.calls import Calls
-from transfer_queue.control import group_loading, group_work
+from transfer_queue.control import group_loading
 from transfer_queue.control.draw import Task, Tasks, foreign
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import MAX_INDEX, IndexAllocator, RowState, one_of
@@ -87,8 +87,7 @@ class Restored:
         for consumer in partition.consumers.values():
             consumer.inserted(num_live)
         if saved.groups:
-            groups = group_work.groups_of(self._state, partition)
-            group_loading.load(groups, saved.groups, saved.terms, start, self._shift)
+            group_loading.load(partition, saved.groups, saved.terms, start, self._shift)
         for each in saved.consumers:
             numbers, counts = np.unique(
                 partition.consumer(each.task).load(each, self._shift, start), return_counts=True
@@ -145,7 +144,7 @@ class Restored:
             self._check()
             for partition in self.partitions.values():
                 if partition.groups is not None:
-                    group_loading.finish(partition.groups)
+                    group_loading.finish(partition)
             for partition in self.partitions.values():
                 partition.make_free(partition.missing_free)  # their indexes must come after all others
                 partition.missing_free = 0

@@ -4,22 +4,21 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from transfer_queue.calls import MORE, Holding, More, Turn, Until
-from transfer_queue.control import following
+from transfer_queue.calls import MORE, Holding, More, Until
+from transfer_queue.control import following, group_work
 from transfer_queue.control.consumer import UNLEDGERED, Consumer, StreamEnd
 from transfer_queue.control.draw import Draw, Share, Task, foreign
 from transfer_queue.control.filtered import FilteredSet
-from transfer_queue.control.groups import Groups
 from transfer_queue.control.ledger import BatchKey, Entry
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet
-from transfer_queue.control.ready_groups import TaskGroups
+from transfer_queue.control.ready_groups import ReadyGroups
 from transfer_queue.control.rows import Rows, all_of
 from transfer_queue.control.state import PlaneState
 from transfer_queue.control.tag_filter import parse_filter
@@ -112,7 +111,7 @@ class Taken(Holding):
         rows, found = partition.table.find(drawn)
         consumer.release(rows[found], number)
         if partition.groups is not None and len(rows):
-            partition.groups.gave_back(consumer.task, rows[found])
+            group_work.undrew(self._state, partition, consumer.task, partition.groups.of_rows(rows[found]))
 
 
 class Reading(Holding):
@@ -151,13 +150,13 @@ class _Left(NamedTuple):
 class ServedFetch:
     """One fetch against one partition. ``answer`` may be called repeatedly until it is not None."""
 
-    def __init__(self, fetch: Fetch, partition: Partition, task: Task, dp_size: int | None, turn: Turn) -> None:
+    def __init__(self, state: PlaneState, fetch: Fetch, partition: Partition, task: Task, dp_size: int | None) -> None:
+        self._state = state
         self._fetch = fetch
         self.client = ""
         """The session that gets the batch, where the task draws groups."""
         self.partition = partition
         self._task = task
-        self._turn = turn
         self._groups = partition.groups if isinstance(task.sampler, GroupSampler) else None
         self.consumer: Consumer = partition.consumer(fetch.task)
         self._dp_size = dp_size
@@ -188,7 +187,7 @@ class ServedFetch:
                 return self._from_ledger(entry)
             for earlier in self._skipped((self._rank, batch_index)) if may_draw else ():
                 fetch = msgspec.structs.replace(self._fetch, batch_index=earlier, first_index=None)
-                served = ServedFetch(fetch, self.partition, self._task, self._dp_size, self._turn)
+                served = ServedFetch(self._state, fetch, self.partition, self._task, self._dp_size)
                 served.client = self.client
                 reply = served.answer(now, may_draw)
                 self.written += served.written
@@ -223,7 +222,7 @@ class ServedFetch:
 
     def finish_comparing(self) -> bool:
         """Compare ready samples with the filter, as far as this turn allows. False: some are left."""
-        return self._fetch.where is None or self.ready().finish(self._turn)
+        return self._fetch.where is None or self.ready().finish(self._state.calls.turn)
 
     def _num_unmatched(self, ready: ReadySet) -> int:
         """Samples that would be ready without the filter."""
@@ -267,7 +266,7 @@ class ServedFetch:
     def _draw(self, batch_index: int | None) -> Draw:
         fetch = self._fetch
         if self._groups is not None:
-            self._groups.work.before_draw(fetch.task)
+            group_work.before_draw(self._state, self.partition, fetch.task, self.ready)
         ranks: tuple[int | None, ...] = (self._rank,)
         if self._dp_size is not None:
             ranks = tuple(range(self._dp_size))
@@ -295,13 +294,13 @@ class ServedFetch:
             fresh = shares[0].consumed[self.consumer.given[shares[0].consumed] == 0]
             self.drawn = self.partition.table.column("index")[fresh]
             if self._groups is not None:
-                self._groups.drew(self._fetch.task, [(self.client, None, shares[0].rows)])
+                group_work.drew(self._state, self.partition, self._fetch.task, [(self.client, None, shares[0].rows)])
             self.consumer.give(shares[0].consumed, UNLEDGERED)
             return self._batch(shares[0].indexes, shares[0].rows, padding=shares[0].padding)
         entries = [self._write(rank, draw.batch_index, share) for rank, share in zip(draw.ranks, shares, strict=False)]
         if self._groups is not None:  # before their rows leave the ready set, which would make them closed once more
             drawn = [(*entry.key, share.rows) for entry, share in zip(entries, shares, strict=True)]
-            self._groups.drew(self._fetch.task, drawn)
+            group_work.drew(self._state, self.partition, self._fetch.task, drawn)
         self._give(entries, shares)
         for entry, share in zip(entries, shares, strict=True):
             if entry.key[0] == self._rank:
@@ -390,7 +389,7 @@ class ServedFetch:
         Samples that have all fields and don't match the filter count as not coming, although their tags may change.
         """
         if self._groups is not None:
-            return self._tail(draw, 0) if self._has_last_groups(draw, self._groups) else None
+            return self._tail(draw, 0) if self._has_last_groups(draw) else None
         ready, unmatched = draw.ready.count, self._num_unmatched(draw.ready)
         if self._fetch.finite and self.partition.is_exhausted(self.consumer, unmatched):
             return self._over(draw.batch_index)
@@ -413,10 +412,10 @@ class ServedFetch:
             return self._hand_out(draw, shares)
         return Ended(self._fetch.id, "sealed", left) if self.partition.sealed else self._over(draw.batch_index, left)
 
-    def _has_last_groups(self, draw: Draw, groups: Groups) -> bool:
+    def _has_last_groups(self, draw: Draw) -> bool:
         """Whether no more groups will be, and all that are left are ready."""
-        sampler: Any = self._task.sampler
-        queue = TaskGroups(groups, draw.ready, sampler, self._fetch.task)
+        queue = draw.ready.follower
+        assert isinstance(queue, ReadyGroups)
         return self.partition.is_final and all(group in queue for group in queue.unfinished())
 
     def _is_complete(self, now: float) -> bool:

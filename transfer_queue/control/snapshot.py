@@ -150,7 +150,7 @@ class FrozenPartition:
             partition.name, partition.incarnation, partition.sealed, partition.num_samples, partition.num_published,
             partition.num_puts, partition.preallocate, b"", b"", b"", b"", b"", [], [],
             published_ago_s=None if last is None else self._now - last, missing_free=partition.missing_free + missing,
-            terms=[] if partition.groups is None else list(partition.groups.terms),
+            terms=[] if partition.groups is None else list(partition.groups.fresh),
             num_heads=partition.num_heads,
         )  # fmt: skip
         cuts = (-(-len(each.entries) // BATCHES) for each in self._consumers)

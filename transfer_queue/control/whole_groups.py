@@ -45,13 +45,12 @@ class WholeGroups:
 
     def first(self, count: int | None = None) -> list[list[int]]:
         """The indexes of the first groups; none if there are fewer. None: all."""
-        while self._end < self._table.size and (count is None or self._heads.count < count):
+        wanted = self._table.size if count is None else count
+        while self._end < self._table.size and self._heads.count < wanted:
             self._examine_more()
-        if count is None:
-            count = self._heads.count
-        if self._heads.count < count:
+        if count is not None and self._heads.count < count:
             return []
-        rows = self._heads.first(count)[:, None] + np.arange(self.size)
+        rows = self._heads.first(wanted)[:, None] + np.arange(self.size)
         groups: list[list[int]] = self._table.column("index")[rows].tolist()
         return groups
 
@@ -67,9 +66,7 @@ class WholeGroups:
 
     def changed(self, rows: Rows, present: bool) -> None:
         """These rows, ascending, are ready now, or not any more."""
-        if rows[-1] >= self._end:
-            rows = rows[: rows.searchsorted(self._end)]
-        self._count(rows, 1 if present else -1)
+        self._count(rows[: rows.searchsorted(self._end)], 1 if present else -1)
 
     def _count(self, rows: Rows, sign: int) -> None:
         numbers, offsets = self._table.column("put_number"), self._table.column("put_offset")

@@ -416,12 +416,13 @@ def _published(state: PlaneState, call: Call, request: p.Publish, partition: Par
         if request.tags and partition.groups is not None:
             group_work.retagged(state, partition, request.tags)
     elif isinstance(role, p.Terms):
-        group_work.groups_of(state, partition)
+        groups = group_work.groups_of(partition)
         rows = partition.publish(indexes, request.fields, request.tags, now, RowState.HEAD)
-        group_work.added(state, partition, rows, role)
+        groups.add(rows, role)
+        group_work.settle(state, partition)
     else:
         group_work.check_members(state, call, partition, role, len(indexes))
-        groups = group_work.groups_of(state, partition)
+        groups = group_work.groups_of(partition)
         groups.mark(role, indexes)
         groups.member_fields.update(request.fields)
         rows = partition.publish(indexes, request.fields, request.tags, now)
@@ -437,10 +438,9 @@ def _complete(state: PlaneState, call: Call, request: p.Publish, first: Call, pa
         if isinstance(own, Reservation):
             own.complete(request.indexes)
             if request.role is not None:
-                holding = group_work.holding_of(state, partition, request.role, indexes)
-                keeps = holding is not None
-                if holding is not None:
-                    state.calls.hold(call, holding)
+                keeps = isinstance(request.role, p.Terms) or not request.role.closes  # a close can't be undone
+                if keeps:
+                    state.calls.hold(call, group_work.NewRows(state, partition, request.role, indexes))
             elif request.uncommitted and not own.keyed:
                 state.calls.hold(call, NewSamples(state, partition, indexes))
                 keeps = True

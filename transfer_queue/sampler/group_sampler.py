@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Literal, Protocol
 
 from transfer_queue.errors import SamplerError
 from transfer_queue.sampler.base import Picked, Round, RoundSampler
-from transfer_queue.sampler.karmarkar_karp import get_seqlen_balanced_partitions, karmarkar_karp
+from transfer_queue.sampler.karmarkar_karp import karmarkar_karp
 
 ORDERS = ("oldest", "newest", "arrival")
 STALE = ("train", "wait", "drop")
@@ -33,7 +33,6 @@ class DrawableGroups(Protocol):
 
     step: int | None
 
-    def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[GroupView]: ...
     def __contains__(self, group: GroupView, /) -> bool: ...
 
@@ -144,13 +143,11 @@ class GroupSampler(RoundSampler):
         raise SamplerError("GroupSampler draws groups of a queue's partition, and takes no sampling_config.")
 
     def round(self, wanted: Round) -> list[list[int]]:
-        queue: DrawableGroups = wanted.partition.group_queue(wanted.ready, self)
-        return self._dealt(queue, self.pick(queue), len(wanted.ranks))
+        return self._dealt(wanted, self.pick)
 
     def last_round(self, wanted: Round) -> list[list[int]]:
         """What a sealed partition has left; fewer ranks may get some."""
-        queue: DrawableGroups = wanted.partition.group_queue(wanted.ready, self)
-        return self._dealt(queue, list(queue), len(wanted.ranks))
+        return self._dealt(wanted, list)
 
     # ---- which groups ----
 
@@ -193,16 +190,18 @@ class GroupSampler(RoundSampler):
 
     # ---- which rank ----
 
-    def _dealt(self, queue: DrawableGroups, chosen: list[GroupView], num_ranks: int) -> list[list[int]]:
-        members = [group.all_members() for group in chosen]
-        if num_ranks == 1 or not chosen:
-            return [[index for own in members for index in own]] if chosen else []
+    def _dealt(self, wanted: Round, pick: Callable[[DrawableGroups], list[GroupView]]) -> list[list[int]]:
+        queue: DrawableGroups | None = wanted.partition.group_queue(wanted.ready)
+        chosen = [] if queue is None else pick(queue)
+        if queue is None or not chosen:
+            return []
+        num_ranks, members = len(wanted.ranks), [group.all_members() for group in chosen]
+        if num_ranks == 1:
+            return [[index for own in members for index in own]]
         if self.balance is None:
             parts = [list(range(rank, len(chosen), num_ranks)) for rank in range(num_ranks)]
-        elif len(chosen) % num_ranks:
-            parts = karmarkar_karp(self._lengths(queue, chosen), num_ranks, equal_size=False)
         else:
-            parts = get_seqlen_balanced_partitions(self._lengths(queue, chosen), num_ranks, equal_size=True)
+            parts = karmarkar_karp(self._lengths(queue, chosen), num_ranks, equal_size=not len(chosen) % num_ranks)
         return [[index for at in part for index in members[at]] for part in parts if part]
 
     def _lengths(self, queue: DrawableGroups, chosen: list[GroupView]) -> list[float]:

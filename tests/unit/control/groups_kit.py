@@ -200,11 +200,11 @@ class Queue:
         return self.plane.state.partitions[partition].tags.get(index) or {}
 
     def charged(self, task: str) -> int:
-        return self.plane.state.leases.trainer(task).charged
+        return self.plane.state.leases.trainers[task].charged
 
     def check_nothing_held(self) -> None:
         """Nothing waits, and no session holds anything."""
         assert self.plane.state.waits.count == 0
         assert self.plane.calls.clients() == []
-        assert not self.plane.state.leases._by_token
+        assert not self.plane.state.leases.held
         assert not self.plane.state.leases._workers

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.control.control_kit import refused
+from tests.unit.control.control_kit import load, refused, save
 from tests.unit.control.groups_kit import PART, TRAINER, WORKER, Queue
 from transfer_queue import GroupSampler
 from transfer_queue import protocol as p
@@ -237,6 +237,21 @@ def test_leases_that_can_not_be_used_any_more_are_aborted_when_the_version_advan
     trained(queue, 2)
     (told,) = queue.inbox
     assert (told.client, told.reply.value) == (WORKER, [old.token])
+
+
+# ---- after a restore ----
+
+
+def test_ranks_of_a_round_that_was_restored_train_in_one_step():
+    queue = Queue()
+    queue.register("actor", GroupSampler(groups=2, ahead=2, max_staleness=1, stale="drop"), dp_size=2)
+    queue.advance(0)
+    queue.add(4, ["actor"])
+    queue.work(4)
+    assert all(queue.draw("actor", batch=0, rank=rank) for rank in range(2))
+    load(queue.plane, save(queue.plane))
+    # One step is drawn and not trained, so what is drawn next is for step 1, and one version old.
+    assert all(queue.draw("actor", batch=1, rank=rank) for rank in range(2))
 
 
 # ---- bounds ----
