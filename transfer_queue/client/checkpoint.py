@@ -64,7 +64,9 @@ class Checkpoints(ClientBase):
         user = check_user_metadata(metadata)
         if not include_storage:
             _log.warning("include_storage=False is ignored: SimpleStorage holds values in memory only, they are saved.")
-        with Staging(checkpoint_dir) as staging:
+        staging = Staging(checkpoint_dir)
+        staging.begin()
+        with staging:
             async with self._frozen(staging.path / CONTROLLER) as controller:
                 await self._save_storage(staging.path)
             await off_loop(complete, staging.path, user, controller)
@@ -87,7 +89,9 @@ class Checkpoints(ClientBase):
             >>> client.save_batches("runs/record/000000", "copy")
             1
         """
-        with Staging(directory) as staging:
+        staging = Staging(directory)
+        staging.begin()
+        with staging:
             async with self._frozen(staging.path / CONTROLLER, task_name) as controller:
                 await self._save_storage(staging.path)
             await off_loop(complete, staging.path, {"task": task_name}, controller)
