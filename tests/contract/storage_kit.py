@@ -52,6 +52,11 @@ class Backend:
         return self.get(indexes, field, layout=layout).get(field)
 
 
+async def get_rows(manager: StorageManager, indexes: Any, fields: Any, where: Any = None, layout: Any = None) -> Any:
+    """Read these rows without metadata."""
+    return await manager.read(RowsOf(indexes, fields), where, layout)
+
+
 def blocking(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Drive what a manager's coroutine does in this thread, as the blocking twin of a verb does."""
     return run_blocking(coroutine)

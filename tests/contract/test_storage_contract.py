@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
-from tests.contract.storage_kit import BACKENDS, Backend, assert_same, blocking, meta, rows, simple, some
+from tests.contract.storage_kit import BACKENDS, Backend, assert_same, blocking, get_rows, meta, rows, simple, some
 from transfer_queue.errors import StorageFullError, StorageKeyNotFoundError, UnsupportedValueError
-from transfer_queue.storage.base import RowsOf
 
 
 @pytest.fixture(params=BACKENDS)
@@ -230,7 +229,7 @@ def test_pickled_values_are_read_only_by_those_who_allow_it(storage):
     trusting = storage.another(allow_pickle=True)
     data = TensorDict({"o": NonTensorStack(1 + 2j, slice(1, 2))}, batch_size=[2])
     blocking(trusting.put_data(data, meta([0, 1])))
-    assert blocking(trusting.read(RowsOf([0, 1], ["o"]), None, None)).get("o").tolist() == [1 + 2j, slice(1, 2)]
+    assert blocking(get_rows(trusting, [0, 1], ["o"])).get("o").tolist() == [1 + 2j, slice(1, 2)]
     assert storage.column([0], "o").tolist() == [1 + 2j]
     with pytest.raises(UnsupportedValueError, match="holds a pickled value"):
         storage.get([1], "o")
@@ -254,7 +253,7 @@ def test_every_verb_works_on_an_event_loop(storage):
     async def story() -> list[int]:
         data = TensorDict({"a": torch.arange(200)}, batch_size=[200])
         await storage.manager.put_data(data, meta(range(200)), lambda columns: {"a": columns["a"] * 2})
-        halves = [storage.manager.read(RowsOf(range(n, 200, 2), ["a"]), None, None) for n in (0, 1)]
+        halves = [get_rows(storage.manager, range(n, 200, 2), ["a"]) for n in (0, 1)]
         even, odd = await asyncio.gather(*halves)
         await storage.manager.clear_rows(range(200))
         return [int(even["a"].sum()), int(odd["a"].sum())]

@@ -11,10 +11,18 @@ from typing import Any
 
 import pytest
 
-from tests.contract.storage_kit import Backend, blocking, hosted, meta, put_and_clear_in_threads, simple, until
+from tests.contract.storage_kit import (
+    Backend,
+    blocking,
+    get_rows,
+    hosted,
+    meta,
+    put_and_clear_in_threads,
+    simple,
+    until,
+)
 from tests.contract.units_kit import PAGE, ROOM, pages
 from transfer_queue.errors import StorageFullError
-from transfer_queue.storage.base import RowsOf
 
 KINDS = {
     "frames": lambda path: nullcontext(simple(capacity_bytes=ROOM)),
@@ -74,10 +82,10 @@ def test_replaced_values_stay_readable_while_their_write_waits_and_until_its_com
     async def story() -> None:
         waiting = asyncio.ensure_future(manager.write(call, rows, manager.prepare(-pages(64))))
         await seen(other, 65, 1)
-        assert (await other.read(RowsOf([64], ["x"]), None, None))["x"].numel() == PAGE // 8
+        assert (await get_rows(other, [64], ["x"]))["x"].numel() == PAGE // 8
         await other.clear_rows(range(64))
         units = await waiting
-        assert (await other.read(RowsOf([64], ["x"]), None, None))["x"].sum() == pages(1)["x"].sum()
+        assert (await get_rows(other, [64], ["x"]))["x"].sum() == pages(1)["x"].sum()
         await manager.commit(call, units)
 
     asyncio.run(asyncio.wait_for(story(), 20.0))

@@ -39,17 +39,21 @@ def _sibling(path: Path, suffix: str) -> Path:
 
 
 class Staging:
-    """Creates a checkpoint, in a context: ``path`` is the directory for files. On errors, the earlier one stays."""
+    """Creates a checkpoint: ``path`` is the directory for files after ``begin``. On errors, the earlier checkpoint
+    stays.
+    """
 
     def __init__(self, target: str | os.PathLike[str]) -> None:
+        self.target = _resolved(target)
+        self.path = _sibling(self.target, ".tmp")
+        self._lock = ExitStack()
+
+    def begin(self) -> None:
         """Create the temporary directory.
 
         Raises:
             CheckpointError: the target holds something else, or another process is saving there.
         """
-        self.target = _resolved(target)
-        self.path = _sibling(self.target, ".tmp")
-        self._lock = ExitStack()
         try:
             repair(self.target)
             if self.target.exists():
@@ -97,7 +101,9 @@ class Staging:
 
 def copy_to(source: Path, target: str | os.PathLike[str]) -> None:
     """Copy a complete checkpoint into another directory. Raises CheckpointError; an earlier checkpoint stays."""
-    with Staging(target) as staging:
+    staging = Staging(target)
+    staging.begin()
+    with staging:
         shutil.copytree(source, staging.path, dirs_exist_ok=True)
         staging.commit()
 

@@ -276,7 +276,10 @@ def as_bytes(tensor: torch.Tensor) -> ByteArray:
     tensor = resolved(tensor)
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         tensor = tensor.cpu().contiguous()
-    return tensor.reshape(-1).view(torch.uint8).numpy()
+    try:
+        return tensor.numpy().reshape(-1).view(np.uint8)  # three times as fast
+    except TypeError:  # NumPy has no such dtype
+        return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ class Killed(BaseException):
 def save(target: Path, what: str) -> Staging:
     """All of a save but its end."""
     staging = Staging(target)
+    staging.begin()
     (staging.path / CONTROLLER).write_text(what)
     (staging.path / METADATA).write_text("{}")
     return staging
@@ -134,7 +135,7 @@ def test_an_error_inside_leaves_nothing_and_comes_out_as_it_is(tmp_path):
 def test_two_saves_to_one_place_are_told_apart(tmp_path):
     with save(tmp_path / "c", "first") as first:
         with pytest.raises(CheckpointError, match="another process is saving"):
-            Staging(tmp_path / "c")
+            Staging(tmp_path / "c").begin()
         first.commit()
     assert what_is_at(tmp_path / "c") == "first"
 

@@ -23,7 +23,6 @@ from control_kit import (
 )
 
 from transfer_queue import protocol as p
-from transfer_queue.control import queries
 
 Keys = dict[str, dict[str, Any]]
 
@@ -294,8 +293,8 @@ def test_many_keys_are_compared_some_in_each_turn(plane, wait_s):
     assert len(replies) == (2 if wait_s == 0.0 else 1)
 
 
-def test_list_keys_gives_those_that_match_page_by_page(plane, monkeypatch):
-    monkeypatch.setattr(queries, "PAGE", 4)
+def test_list_keys_gives_those_that_match_page_by_page(plane, page_of):
+    page_of(4)
     for i in range(6):
         put_keys(plane, f"k{i}", v=i)
     first = ask(plane, ACTOR, p.ListKeys, "p", None, "v >= 2")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import pytest
 from control_kit import (
     ACTOR,
     CRITIC,
@@ -27,22 +26,10 @@ from control_kit import (
 )
 
 from transfer_queue import protocol as p
-from transfer_queue.control import queries
 
 MOST_OF_A_PAGE, MOST_STATUS = 5_000, 200_000
 
 # ---- pages ----
-
-
-@pytest.fixture
-def page_of(monkeypatch):
-    """Makes pages hold so many samples or keys."""
-
-    def hold(most):
-        monkeypatch.setattr(queries, "PAGE", most)
-        monkeypatch.setattr(queries, "_OF_ARRAYS", most)
-
-    return hold
 
 
 def pages(plane):
