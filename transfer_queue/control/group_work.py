@@ -358,6 +358,7 @@ def before_draw(state: PlaneState, partition: Partition, task: str, ready: Calla
     _check_starved(task, sampler, trainer)
     if ready().follower is None:  # of a new reader, whose gate may be the first one for groups that name no task
         _judge_all(state, partition)
+        ready_groups(ready(), groups, sampler, task)  # only what is ready may be too old for it
     step = state.leases.step_of(task, partition.name)
     if step is not None:
         drop_stale(state, partition, task, step, is_drawing=True)

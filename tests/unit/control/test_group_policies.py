@@ -251,7 +251,16 @@ def test_ranks_of_a_round_that_was_restored_train_in_one_step():
     assert all(queue.draw("actor", batch=0, rank=rank) for rank in range(2))
     load(queue.plane, save(queue.plane))
     # One step is drawn and not trained, so what is drawn next is for step 1, and one version old.
-    assert all(queue.draw("actor", batch=1, rank=rank) for rank in range(2))
+    assert all(queue.draw("actor", batch=1, rank=rank, trained=0) for rank in range(2))
+
+
+def test_what_is_too_old_is_dropped_at_the_first_draw_after_a_restore_too():
+    queue = a_queue(GroupSampler(groups=1, ahead=3, max_staleness=0, stale="drop"), 2)
+    queue.work(2)
+    assert queue.draw("actor", batch=0)
+    load(queue.plane, save(queue.plane))
+    assert queue.draw("actor", batch=1, trained=0) == []
+    assert sorted(queue.states().values()) == ["drawn", "stale"]
 
 
 # ---- bounds ----
