@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What groups and leases cost the control plane at the scale of GRPO: a clock around its turns, one JSON line."""
+"""What groups and leases cost the control plane at the scale of GRPO: a clock around its turns, one JSON line.
+
+``close_to_put`` compares whole messages of a client; ``close_to_put_in_plane`` the control plane's part of them alone.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from tensordict import TensorDict
 
+import transfer_queue as tq
 from benchmarks.common import arguments, report
 from transfer_queue import protocol as p
 from transfer_queue.control.plane import ControlPlane
 from transfer_queue.sampler import GroupSampler
+from transfer_queue.server.main import collect_rarely
 
 READY, QUICK_READY = 100_000, 2_000
 LEASES, QUICK_LEASES = 8_192, 256
@@ -84,8 +91,25 @@ def ratio_of(repeats: int) -> dict[str, float]:
     for lease in turns.lease(repeats):
         closes.append(median_ms(lambda lease=lease: turns.close(lease), 1))  # type: ignore[misc]
         puts.append(median_ms(turns.put, 1))
+    return compared(closes, puts, "_in_plane")
+
+
+def compared(closes: list[float], puts: list[float], where: str = "") -> dict[str, float]:
     close_ms, put_ms = statistics.median(closes), statistics.median(puts)
-    return {"close_ms": close_ms, "put_ms": put_ms, "close_to_put": close_ms / put_ms}
+    return {f"close{where}_ms": close_ms, f"put{where}_ms": put_ms, f"close_to_put{where}": close_ms / put_ms}
+
+
+def whole_ratio(repeats: int) -> dict[str, float]:
+    """The same as a client sees it, with rows of 1 KiB."""
+    tq.init()
+    client, closes, puts = tq.get_client(), list[float](), list[float]()
+    rows = TensorDict({"x": torch.zeros(ROWS, 256)}, batch_size=[ROWS])
+    client.add_groups({"prompt": torch.zeros(repeats)}, "p")
+    for lease in client.lease("p", repeats):
+        closes.append(median_ms(lambda lease=lease: lease.close(rows), 1))  # type: ignore[misc]
+        puts.append(median_ms(lambda: client.put(rows, partition_id="plain"), 1))
+    tq.close()
+    return compared(closes, puts)
 
 
 def lease_ms(repeats: int) -> float:
@@ -163,9 +187,11 @@ def refill_ms(repeats: int) -> float:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = arguments(__doc__).parse_args(argv)
+    collect_rarely()  # as a server does
     ready, leases, repeats = (QUICK_READY, QUICK_LEASES, QUICK_REPEATS) if options.quick else (READY, LEASES, REPEATS)
     few = max(ready // 10, 2 * GROUPS)
-    found: dict[str, Any] = {"ready": ready, "leases": leases, "lease_32_ms": lease_ms(repeats), **ratio_of(repeats)}
+    found: dict[str, Any] = {"ready": ready, "leases": leases, "lease_32_ms": lease_ms(repeats)}
+    found |= ratio_of(repeats) | whole_ratio(repeats)
     found |= {f"fetch_32_of_{few}_ms": fetch_ms(few, repeats), "fetch_32_ms": fetch_ms(ready, repeats)}
     found |= {
         "renewals_of_a_core": renewals_of_a_core(leases, repeats // 5),

@@ -84,6 +84,7 @@ def wait_for(node: subprocess.Popen[str], text: str) -> None:
     raise AssertionError("".join(lines))
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(
     "options", [[], pytest.param(["--devices", "2", "--workers", "2"], marks=pytest.mark.slow)], ids=["1", "2"]
 )
@@ -94,6 +95,7 @@ def test_ranks_of_two_hosts_share_the_samples_in_lockstep(served, train, tmp_pat
     assert f"{37 % (4 * size)} samples of partition 'train' could not fill a last round" in outputs[0]
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed_ends_one_of_another_host_that_waits_for_data(served, train, victim):
     ranks = train(served, "--rows", "16", "--no-seal")

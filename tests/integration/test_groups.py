@@ -15,6 +15,7 @@ import pytest
 import torch
 from calls import before
 from clients import connect
+from noticing import until_parked
 
 import transfer_queue as tq
 from tests.own_processes import SLOW
@@ -60,6 +61,7 @@ def actor(client, name) -> str:
 # ---- workers that die ----
 
 
+@pytest.mark.programs
 def test_killed_workers_lose_skip_and_repeat_nothing(client, script, name, actor, tmp_path):
     metas = client.add_groups(heads(NUM_GROUPS), name, parts=2, worker_attempts=50, tasks=[actor])
     client.seal_partition(name)
@@ -171,6 +173,19 @@ def test_async_twins(client, name):
         return numbers
 
     assert asyncio.run(work()) == [0, 1, 2]
+
+
+def test_a_row_of_an_open_group_reaches_an_ordinary_task_that_waits(client, name):
+    client.add_groups(heads(1), name)
+    (lease,) = client.lease(name)
+
+    async def put_while_another_waits() -> Any:
+        batch = asyncio.ensure_future(client.async_get_meta(["answer"], 1, name, task_name="log", timeout_s=PATIENCE_S))
+        await asyncio.to_thread(until_parked, client, partition=name)
+        await lease.async_put(answers(7))
+        return await batch
+
+    assert asyncio.run(put_while_another_waits()).size == 1
 
 
 def test_keep_all_goes_on_with_the_rows_of_a_lost_lease(client, name):

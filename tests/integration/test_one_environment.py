@@ -87,7 +87,7 @@ def test_the_recorded_packages_are_those_of_the_wheel(wheels: dict[str, Path]) -
     assert found == PACKAGES_OF_TRANSFER_QUEUE
 
 
-@pytest.mark.parametrize("steps", ["theirs, ours", "ours, theirs, ours again"])
+@pytest.mark.parametrize("steps", ["theirs, ours", pytest.param("ours, theirs, ours again", marks=pytest.mark.slow)])
 def test_where_ours_came_last_it_works_and_warns(installation: Installation, steps: str) -> None:
     for step in steps.split(", "):
         installation.take(step)
@@ -101,7 +101,12 @@ def test_where_ours_came_last_it_works_and_warns(installation: Installation, ste
 
 @pytest.mark.parametrize(
     "steps",
-    ["ours, theirs", "theirs, ours, theirs again", "theirs, ours, without theirs", "ours, theirs, without theirs"],
+    [
+        "ours, theirs",
+        "ours, theirs, without theirs",
+        pytest.param("theirs, ours, theirs again", marks=pytest.mark.slow),
+        pytest.param("theirs, ours, without theirs", marks=pytest.mark.slow),
+    ],
 )
 def test_where_theirs_came_last_each_import_says_what_mends_it(installation: Installation, steps: str) -> None:
     for step in steps.split(", "):
@@ -123,7 +128,7 @@ def test_where_theirs_came_last_each_import_says_what_mends_it(installation: Ins
     assert installation.command("doctor").stdout.startswith("fine     lightning-tq ")
 
 
-@pytest.mark.parametrize("theirs_first", [True, False])
+@pytest.mark.parametrize("theirs_first", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_editable_installation_notices_theirs(
     installation: Installation, tmp_path: Path, theirs_first: bool
 ) -> None:

@@ -59,6 +59,7 @@ def test_padding_gives_every_rank_the_same_number_of_batches_and_loses_nothing(r
             assert indexes == set(range(min(indexes), min(indexes) + count))
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("how", [pytest.param("raise", marks=pytest.mark.slow), "SIGKILL"])
 def test_a_rank_that_fails_ends_the_other_and_everything_it_started(run: Any, how: str) -> None:
     code, output, ranks = run("ddp", "--fail-rank", "0" if how == "SIGKILL" else "1", "--how", how)

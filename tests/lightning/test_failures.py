@@ -59,6 +59,7 @@ def test_an_exception_in_a_step_closes_what_was_started_exactly_once(
     assert dm.closed == 1
 
 
+@pytest.mark.programs
 def test_a_fit_after_a_failed_one_starts_at_the_beginning_of_its_new_queue(trainer: MakeTrainer) -> None:
     args = {"partition": "train", "count": 12}
     with TQDataModule(train=stream(), producers=[Producer(target=producing.produce, args=args)]) as dm:
@@ -148,6 +149,7 @@ def main():
 """
 
 
+@pytest.mark.programs
 def test_a_program_that_trains_when_a_producer_imports_it_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(f"{_WITHOUT_GUARD}\nmain()\n")
@@ -286,6 +288,7 @@ def test_an_invalid_stream_is_refused_at_once(options: dict[str, Any], says: str
         Stream(**{**base, **options})
 
 
+@pytest.mark.programs
 def test_a_killed_trainer_leaves_no_producer_and_no_server(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     program = f"""

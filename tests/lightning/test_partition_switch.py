@@ -147,6 +147,7 @@ def test_two_of_them_are_refused(data: Make, trainer: MakeTrainer) -> None:
         trainer(callbacks=[PartitionSwitch(), PartitionSwitch()]).fit(Recorder(), datamodule=dm)
 
 
+@pytest.mark.programs
 @pytest.mark.timeout(200)
 def test_ranks_switch_and_clear_together_and_keep_the_loader_they_were_given(run_ranks: Any) -> None:
     code, output, ranks = run_ranks("callbacks_script.py", "switching", "ddp", "2", "LOGS")

@@ -53,6 +53,7 @@ def launched(rank: int, port: int, *args: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+@pytest.mark.programs
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_waits_for_data_ends_with_an_error_when_another_is_killed(

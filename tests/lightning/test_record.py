@@ -99,6 +99,7 @@ def test_a_replay_trains_the_same_batches_to_the_same_weights_without_producers(
     assert weights(again) == weights(model)
 
 
+@pytest.mark.programs
 def test_groups_are_replayed_with_their_heads_and_versions(tmp_path: Path, trainer: Callable[..., Any]) -> None:
     producers = [
         Producer(target="producing:feed_numbers", args={"count": 8}),
@@ -125,6 +126,7 @@ def take(client: tq.TransferQueueClient, number: int, rank: int = 0) -> Any:
     return client.get_meta(["x", "text"], 2, "train", task_name="learn", sampling_config=of, timeout_s=30)
 
 
+@pytest.mark.programs
 def test_what_a_killed_recorder_wrote_is_readable_and_the_next_one_goes_on_without_a_gap(
     tmp_path: Path, data: Callable[..., TQDataModule]
 ) -> None:

@@ -436,6 +436,7 @@ def test_groups_that_were_under_work_at_a_checkpoint_are_trained_once_after_it(
 # ---- ranks ----
 
 
+@pytest.mark.programs
 @pytest.mark.timeout(170)
 def test_ranks_share_the_groups_of_a_step_and_no_group_is_older_than_the_bound(run_ranks: Any) -> None:
     code, output, ranks = run_ranks("callbacks_script.py", "groups", "ddp", "2", "LOGS")

@@ -72,7 +72,7 @@ def test_new_writes_the_files_of_the_guide(tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.programs
 @pytest.mark.timeout(620 * SLOW)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["grpo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sft", "stream"))])
 def test_a_template_learns_and_goes_on_after_a_kill_from_its_last_checkpoint(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "a run"  # a name that a shell would split
     train("new", kind, folder)
@@ -111,7 +111,7 @@ def test_the_demo_learns_and_ends_with_a_picture_and_a_verdict(tmp_path: Path) -
     )
 
 
-@pytest.mark.programs
+@pytest.mark.slow
 @pytest.mark.timeout(320 * SLOW)
 def test_the_demo_needs_no_page_and_says_what_would_give_one(tmp_path: Path) -> None:
     hidden = tmp_path / "hidden"

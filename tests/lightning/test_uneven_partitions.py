@@ -28,6 +28,7 @@ def distinct(ranks: list[Rows], stage: str, partition: str) -> int:
     return len(set(given))
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(
     ("ranks", "options", "trainer"),
     [

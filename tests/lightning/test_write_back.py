@@ -302,6 +302,7 @@ def test_invalid_write_back_arguments_are_refused() -> None:
         WriteBack(["x"], "fit")  # type: ignore[arg-type]
 
 
+@pytest.mark.programs
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("strategy", "devices", "writers"),

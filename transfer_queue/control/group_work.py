@@ -178,14 +178,16 @@ def joined(state: PlaneState, call: Call, partition: Partition, members: p.Membe
     group = groups.live[members.head]
     lease = state.leases.get(members.lease)
     groups.join(group, members, indexes.tolist())
+    if lease is not None and not members.closes:
+        state.changed(partition)  # nothing but its rows has
+        return
     if lease is None and not members.closes:
         state.leases.revive(call, members.lease, groups, group)
     if lease is not None and members.closes:
         lease.parts = [part for part in lease.parts if part not in group.closed]
         if not lease.parts:
             state.leases.end(lease)
-    if lease is None or members.closes:
-        _note_holders(state, groups, group)
+    _note_holders(state, groups, group)
     judge(state, partition, group)
     settle(state, partition)
 
@@ -209,6 +211,8 @@ def lost(state: PlaneState, lease: HeldLease, reason: str, blame: str | None) ->
 
 def _note_holders(state: PlaneState, groups: Groups, group: Group) -> None:
     """Leases of it have changed."""
+    if not group.is_under_work:
+        return
     groups.note_free_parts(group, bool(state.leases.free_parts(group)))
     groups.rest(group, bool(state.leases.holders(group)))
 
@@ -242,7 +246,8 @@ def delete(state: PlaneState, partition: Partition, indexes: list[int]) -> None:
 
 def gone(state: PlaneState, indexes: p.Indexes) -> None:
     """These rows were cleared: their values are deleted, unless a save is still to read them."""
-    state.delete(state.freezes.keep(indexes))
+    if len(indexes):
+        state.delete(state.freezes.keep(indexes))
 
 
 def clearing(state: PlaneState, partition: Partition, indexes: p.Indexes) -> p.Indexes:

@@ -44,6 +44,7 @@ of its head; 1 + its part, negative once that is closed."""
 COLUMNS: Final = ((TERMS, "<i4"), (HEAD, "<i8"), (PART, "<i4"))
 _MOST_REASONS = 8
 _REASON_LENGTH = 200
+_NONE: Indexes = np.empty(0, dtype=np.int64)
 _IS_HEAD = one_of(RowState.HEAD)
 
 
@@ -223,14 +224,17 @@ class Groups:
         return [terms for terms, fresh in self._fresh.items() if fresh.count]
 
     def begin(self, row: int, terms: Terms, seq: int, version: int | None) -> Group:
-        """A group gets its first lease."""
-        self._touch()
-        at = np.array([row], dtype=np.intp)
-        self._fresh[terms].discard(at)
-        self._table.column(TERMS)[at] *= -1
+        """A group gets its first lease. ``have_begun`` follows, for all groups of the same request."""
         group = Group(self._table.column("index").item(row), terms, seq, version)
         self.enter(group)
         return group
+
+    def have_begun(self, rows: Rows) -> None:
+        """These heads do not wait for their first lease any more."""
+        self._touch()
+        for fresh in self._fresh.values():
+            fresh.discard(rows)
+        self._table.column(TERMS)[rows] *= -1
 
     def enter(self, group: Group) -> None:
         """Work on it has begun, here or before a restore."""
@@ -248,9 +252,9 @@ class Groups:
 
         ``keep`` "all": it goes on with all of them.
         """
-        gone = [] if keep == "all" else [index for part in parts for index in group.members.get(part, ())]
-        for part in parts:
-            group.tokens[part] = token
+        dropped = group.members if keep != "all" else {}
+        gone = [index for part in parts for index in dropped.get(part, ())] if dropped else []
+        group.tokens.update(dict.fromkeys(parts, token))
         self._set(group, RUNNING)
         return self._clear(gone)
 
@@ -303,31 +307,33 @@ class Groups:
         """New rows are about to be published as members."""
         self._touch()
         rows = self.partition.rows_of(indexes)
+        parts = 1 + np.repeat(np.array(members.parts), len(rows) // len(members.parts))
         self._table.column(HEAD)[rows] = 1 + members.head
-        self._table.column(PART)[rows] = 1 + np.repeat(np.array(members.parts), len(rows) // len(members.parts))
+        self._table.column(PART)[rows] = -parts if members.closes else parts
 
     def join(self, group: Group, members: Members, indexes: list[int]) -> None:
         """New rows, which were just published, belong to these parts."""
+        earlier = [index for part in members.parts for index in group.members.get(part, ())] if members.closes else []
         if indexes:
             size = len(indexes) // len(members.parts)
             for at, part in enumerate(members.parts):
                 group.members.setdefault(part, []).extend(indexes[at * size : (at + 1) * size])
             group.num_members += len(indexes)
         if members.closes:
-            self._close(group, members.parts)
+            self._close(group, members.parts, earlier)
 
-    def _close(self, group: Group, parts: Sequence[int]) -> None:
+    def _close(self, group: Group, parts: Sequence[int], earlier: list[int]) -> None:
+        """``earlier``: the rows of these parts that are still marked as rows of open parts."""
         for part in parts:
             if not group.members.get(part):
                 raise GroupStateError(
                     f"part {part} of this group has no rows, so it can't be closed. Close it with rows, release it, or "
                     f"reject the group."
                 )
-        self._touch()
-        own = [index for part in parts for index in group.members[part]]
-        rows = self.partition.rows_of(np.array(own, dtype=np.int64))
-        of_row = self._table.column(PART)
-        of_row[rows] = -np.abs(of_row[rows])
+        if earlier:
+            self._touch()
+            rows = self.partition.rows_of(np.array(earlier, dtype=np.int64))
+            self._table.column(PART)[rows] *= -1
         group.closed.update(parts)
         self._set(group, CLOSED if len(group.closed) == group.terms.parts else group.state)
 
@@ -505,9 +511,7 @@ class Groups:
     # ---- rows that go ----
 
     def _clear(self, indexes: list[int]) -> Indexes:
-        if not indexes:
-            return np.empty(0, dtype=np.int64)
-        return self.partition.clear(np.array(indexes, dtype=np.int64))
+        return self.partition.clear(np.array(indexes, dtype=np.int64)) if indexes else _NONE
 
     def removing(self, rows: Rows) -> None:
         """These rows are about to be deleted."""

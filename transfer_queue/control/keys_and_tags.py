@@ -57,6 +57,11 @@ class KeyMap:
         block = self._blocks.get(index // _BLOCK)
         return None if block is None else block.get(index)
 
+    def have(self, indexes: Sequence[int]) -> list[bool]:
+        """Whether each of these samples has a key."""
+        blocks, none = self._blocks, dict[int, str]()
+        return [index in blocks.get(index // _BLOCK, none) for index in indexes]
+
     def unbind(self, indexes: Iterable[int]) -> None:
         """Delete the keys of these samples."""
         for index in indexes:
@@ -159,8 +164,11 @@ class TagStore(Mapping[int, Tags]):
         if merge and any(before):
             pairs = zip(before, tags, strict=True)
             tags = [{**_decoder.decode(old), **new} if old else new for old, new in pairs]
+        last, packed = None, None
         for row, own in zip(rows.tolist(), tags, strict=True):
-            column[row] = _encoder.encode(own) if own else None
+            if own is not last:  # many groups wait with the same tags, which are one object in memory
+                last, packed = own, _encoder.encode(own) if own else None
+            column[row] = packed
 
     def of(self, indexes: Indexes, rows: Rows) -> dict[int, Tags]:
         """The tags of those samples that have some; ``rows`` are the samples' rows."""

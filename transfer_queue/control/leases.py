@@ -358,6 +358,8 @@ class Leases:
 
     def free_parts(self, group: Group) -> list[int]:
         """Open parts that no lease has."""
+        if not group.tokens:
+            return group.open_parts()
         return [part for part in group.open_parts() if self._by_token.get(group.tokens.get(part, 0)) is None]
 
     def renew(self, call: Call, request: RenewLeases) -> Reply | Wait:

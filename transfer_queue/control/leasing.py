@@ -121,26 +121,31 @@ class _Grants:
     def _take_fresh(self, partition: Partition, groups: Groups, among: ReadySet | None) -> None:
         leases = self._state.leases
         terms = [each for each in groups.terms_waiting() if leases.room(each)] if self._num_missing else []
+        rows, version = [], leases.version_of(partition.name)
         for row, each in groups.first_fresh(terms, self._num_missing, among) if terms else ():
             if not self._num_missing:
-                return
+                break
             if not leases.room(each):  # another of them took it
                 continue
-            group = groups.begin(row, each, leases.next_seq(), leases.version_of(partition.name))
+            rows.append(row)
+            group = groups.begin(row, each, leases.next_seq(), version)
             leases.charge(group)
             group_work.watch_deadline(self._state, groups, group)
             self._grant(partition, groups, group)
+        if rows:
+            groups.have_begun(np.array(rows, dtype=np.intp))
 
     def _grant(self, partition: Partition, groups: Groups, group: Group) -> None:
         leases, request = self._state.leases, self._request
         if request.keep == "none" and group.closed and not leases.holders(group):
             group_work.gone(self._state, groups.begin_anew(group))
         free = leases.free_parts(group)
-        for parts in [[part] for part in free[: self._num_missing]] if request.by_part else [free]:
+        shares = [[part] for part in free[: self._num_missing]] if request.by_part else [free]
+        for parts in shares:
             made = leases.grant(self._call, groups, group, parts, request.lease_s)
             self._leases.append(made)
             group_work.gone(self._state, groups.take(group, parts, made.token, request.keep))
-        groups.note_free_parts(group, bool(leases.free_parts(group)))
+        groups.note_free_parts(group, request.by_part and len(shares) < len(free))
 
     def _described(self, made: HeldLease) -> p.GrantedLease:
         group, partition = made.group, made.groups.partition

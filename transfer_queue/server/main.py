@@ -56,7 +56,7 @@ def main(orders: Orders, ready: Callable[[str | None, str | None], None]) -> Non
         ending.callback(_tidy_up, server, orders)
         front, listening = open_front(server, orders, orders.sampler, ending)
         ready(listening, front.metrics_endpoint())
-        _collect_rarely()
+        collect_rarely()
         server.serve(front)
 
 
@@ -225,7 +225,7 @@ def _allow_many_clients() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _collect_rarely() -> None:
+def collect_rarely() -> None:
     """Objects made so far stay, and requests leave no cycles, so a search every 700 objects would be in vain."""
     gc.freeze()
     gc.set_threshold(_OBJECTS_PER_COLLECTION, 20, 20)
