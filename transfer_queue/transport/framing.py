@@ -123,8 +123,6 @@ class Outbound(_Buffers):
     def send(self, sink: ByteSink, parts: list[Buffer]) -> None:
         """Send after everything that waits, as much as possible now. The buffers are kept until they are sent.
 
-        The first attempt is made here, not by ``flush``, because nearly every small message is sent by it.
-
         Raises:
             OSError: the other side has closed.
         """
@@ -184,6 +182,9 @@ class Inbound:
         chunks.extend(map(source.recv, _ONE_CHUNK))  # in one step of Python: see ``_Buffers.move``
         if not chunks[-1]:
             raise EOFError
+        if len(chunks) == 1 and (message := _whole(chunks[0])) is not None:
+            chunks.clear()
+            return [message]
         if sum(map(len, chunks)) < self._need:
             return []
         return self._cut(b"".join(chunks))
@@ -198,7 +199,7 @@ class Inbound:
             if at > len(data):
                 body = _Body(number, header, sizes, memoryview(data)[body_at:])
             else:
-                messages.append(Message(number, header, _views(memoryview(data[body_at:at]), sizes) if sizes else []))
+                messages.append(Message(number, header, _views(memoryview(data[body_at:at]), sizes)))
         self._state = ([data[at:]] if at < len(data) else [], body)
         return messages
 
@@ -221,6 +222,27 @@ class Inbound:
             return None
         sizes = memoryview(data)[sizes_at:header_at].cast("Q").tolist() if num_frames else ()
         return number, data[header_at:body_at], sizes, body_at
+
+
+def _whole(chunk: bytes) -> Message | None:
+    """Decode a chunk that is exactly one message, as nearly every small one is. None: it is not.
+
+    Without this and the first attempt in ``Outbound.send``, small puts and gets take 4 % longer (benchmarks.small_ops).
+    """
+    if len(chunk) < _PREFIX.size:
+        return None
+    mark, header_size, number, num_frames = _PREFIX.unpack_from(chunk)
+    header_at = _PREFIX.size + num_frames * _SIZE
+    body_at = header_at + header_size
+    if mark != _MARK or len(chunk) < body_at:
+        return None
+    if not num_frames:
+        return Message(number, chunk[header_at:], []) if len(chunk) == body_at else None
+    memory = memoryview(chunk)
+    sizes = memory[_PREFIX.size : header_at].cast("Q").tolist()
+    if len(chunk) != body_at + sum(sizes):
+        return None
+    return Message(number, chunk[header_at:body_at], _views(memory[body_at:], sizes))
 
 
 def _views(memory: memoryview, sizes: Sequence[int]) -> list[memoryview]:
