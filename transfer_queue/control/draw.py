@@ -229,8 +229,6 @@ class Draw:
     def _round(self) -> list[Share] | None:
         """The round in one step: a call per rank takes 40 us, which is too long for a thousand ranks in one turn."""
         sampler: Any = self.sampler
-        if isinstance(sampler, GroupSampler) and self.partition.groups is None:
-            return None
         column = self.partition.table.column("index")
         view = ReadyView(self.ready, column)
         wanted = Round(view, self.batch_size, self.ranks, self.batch_index, self._seen)
@@ -349,8 +347,6 @@ class Draw:
 
     def _last_round(self) -> list[Share]:
         sampler: Any = self.sampler
-        if self.partition.groups is None:
-            return []
         view = ReadyView(self.ready, self.partition.table.column("index"))
         batches = sampler.last_round(Round(view, self.batch_size, self.ranks, self.batch_index, self._seen))
         indexes = [np.array(batch, dtype=np.int64) for batch in batches]
