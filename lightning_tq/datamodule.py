@@ -37,6 +37,7 @@ from lightning_tq.stream import (
 from lightning_tq.topology import Rank, Topology, run_on_every_rank, run_on_rank_zero, trainer_topology
 from lightning_tq.trainer_compat import (
     callbacks_of,
+    check_checkpoints,
     check_shares,
     check_slots,
     ignore_harmless_warnings,
@@ -227,6 +228,8 @@ class TQDataModule(LightningDataModule):
         replays = check_records(streams, topology.dp_size, bool(self._producers))
         self.open()
         checkpoint = resume_path(trainer)
+        if entry == "fit" and self._ack in ("auto", "checkpoint"):
+            check_checkpoints(trainer, streams, topology.dp_size, self.client.get_stats()["capacity"])
         if entry == "fit" and checkpoint is not None and not replays:
             restore_queue(self.client, checkpoint)
         self._partitions_at_start = self.client.get_partition_list()

@@ -94,6 +94,51 @@ def is_between_batches(trainer: Trainer) -> bool:
     return counts.ready == counts.completed
 
 
+def batches_between_checkpoints(trainer: Trainer, stream: Stream) -> int | None:
+    """Most batches that are trained from one checkpoint to the next. None: that isn't known."""
+    distances = [
+        _distance(trainer, callback, stream.num_batches)
+        for callback in trainer.checkpoint_callbacks if not isinstance(callback, OnExceptionCheckpoint)
+    ]  # fmt: skip
+    known = [each for each in distances if each is not None]
+    return min(known) if known and len(known) == len(distances) else None
+
+
+def _distance(trainer: Trainer, callback: Callback, num_batches: int | None) -> int | None:
+    if type(callback) is not ModelCheckpoint or not _saves(callback):
+        return None
+    if callback._every_n_train_steps:
+        return callback._every_n_train_steps * trainer.accumulate_grad_batches
+    if num_batches is None or not callback._every_n_epochs or callback.save_last or trainer.val_check_interval != 1.0:
+        return None
+    return callback._every_n_epochs * num_batches
+
+
+def check_checkpoints(trainer: Trainer, streams: Sequence[StageStream], dp_size: int, samples: int | None) -> None:
+    """Raise InvalidRequestError where samples that wait for a checkpoint would fill the queue before it is saved.
+
+    Args:
+        samples: How many the queue holds at most; None: any number.
+    """
+    for each in streams:
+        stream, rows = each.stream, (each.stream.micro_size or 0) * dp_size
+        distance = batches_between_checkpoints(trainer, stream)
+        if each.stage != "train" or not stream.clear_consumed or samples is None or distance is None or not rows:
+            continue
+        ahead = int(fetches_ahead(trainer, stream))
+        if (distance + ahead) * rows <= samples:
+            continue
+        fits = (samples // rows - ahead) // trainer.accumulate_grad_batches
+        sooner = f"save a checkpoint at least every {fits} steps (ModelCheckpoint(every_n_train_steps={fits})), "
+        raise InvalidRequestError(
+            f"stream {each.label!r} keeps its samples until a checkpoint holds their step, so that a resumed run can "
+            f"train them again. The next checkpoint comes after {distance:,} batches of {rows:,} samples, but the "
+            f"queue holds {samples:,} samples (total_storage_size): training would stand still before it. To go on, "
+            f"{sooner if fits > 0 else ''}acknowledge without a checkpoint (TQDataModule(ack='step')), or raise "
+            f"total_storage_size."
+        )
+
+
 def fetches_ahead(trainer: Trainer, stream: Stream) -> bool:
     """Whether Lightning fetches each training batch before it trains the previous one, as it does at unknown length."""
     return stream.num_batches is None and not isinstance(trainer.limit_train_batches, int)

@@ -69,7 +69,7 @@ class EarlyCheckpoint:
             rank_zero_info(
                 f"{self._reader.progress.kept} trained batches of stream {self._reader.label!r} wait for a checkpoint "
                 f"and would fill the queue before one is due, so one is saved early, here and whenever that is so: "
-                f"{path}. Save more often (ModelCheckpoint(every_n_train_steps=...)), give the queue more room (memory "
-                f"or total_storage_size), or acknowledge without a checkpoint: TQDataModule(ack='step')."
+                f"{path}. Save more often (ModelCheckpoint(every_n_train_steps=...)), give the queue more memory, or "
+                f"acknowledge without a checkpoint: TQDataModule(ack='step')."
             )
         self._run.trainer.save_checkpoint(path, weights_only=False)

@@ -96,23 +96,29 @@ def test_a_run_resumes_from_an_early_checkpoint_as_if_it_had_not_stopped(
     assert (resumed.global_step, resumed.current_epoch) == (epochs * steps_of_epoch, epochs)
 
 
-@pytest.mark.parametrize("distance", [7, 100], ids=["just fits", "larger"])
-@pytest.mark.parametrize("ahead", [{"num_batches": 20}, {}], ids=["length", "ahead"])
-def test_any_distance_between_checkpoints_is_trained_in_a_small_queue(
-    trainer: MakeTrainer, tmp_path: Path, caplog: pytest.LogCaptureFixture, distance: int, ahead: dict[str, Any]
+@pytest.mark.parametrize(("steps", "ahead"), [(8, {"num_batches": 16}), (7, {})], ids=["length", "ahead"])
+def test_a_distance_between_checkpoints_that_is_larger_than_the_queue_is_refused(
+    trainer: MakeTrainer, tmp_path: Path, steps: int, ahead: dict[str, Any]
 ) -> None:
     start_queue(total_storage_size=32)
+    dm = TQDataModule(train=stream("train", clear_consumed=True, **ahead))
+    saves = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=steps + 1)
+    text = (
+        rf"every {steps} steps \(ModelCheckpoint\(every_n_train_steps={steps}\)\), acknowledge without a checkpoint "
+        r"\(TQDataModule\(ack='step'\)\), or raise total_storage_size"
+    )
+    with pytest.raises(ValueError, match=text):
+        trainer(callbacks=[saves], enable_checkpointing=True).fit(Recorder(), datamodule=dm)
+
+
+def test_a_distance_that_just_fits_is_trained(trainer: MakeTrainer, tmp_path: Path) -> None:
+    start_queue(total_storage_size=32)
     model = Recorder()
-    saves = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=distance)
-    with producer({"train": 20}) as indexes, caplog.at_level("INFO"):
-        dm = TQDataModule(train=stream("train", clear_consumed=True, **ahead))
+    saves = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=7)
+    with producer({"train": 20}) as indexes:
+        dm = TQDataModule(train=stream("train", clear_consumed=True))
         trainer(callbacks=[saves], enable_checkpointing=True).fit(model, datamodule=dm)
     assert model.indexes() == indexes
-    said = [text for text in caplog.messages if "would fill the queue before one is due" in text]
-    assert len(said) <= 1
-    for text in said:
-        assert "every_n_train_steps=...)), give the queue more room (memory or total_storage_size)" in text
-    assert said or distance == 7
 
 
 def test_checkpoints_of_weights_alone_keep_no_batch(trainer: MakeTrainer, tmp_path: Path) -> None:

@@ -391,7 +391,7 @@ def test_a_queue_that_is_full_of_batches_that_wait_for_their_ack_says_what_ackno
             tq.get_client().put(rows(4, start=4 * number), partition_id="train")
         tq.get_client().seal_partition("train")
 
-    # A checkpoint by hand may come at any time, and nobody says where an early one belongs.
+    # A checkpoint by hand may come at any time, so nothing can be refused, and nobody says where an early one belongs.
     streamed = stream("train", clear_consumed=True)
     with TQDataModule(train=streamed, queue={"units": 1, "total_storage_size": 12}, ack="checkpoint") as dm:
         hints.then = lambda text: dm.client.clear_partition("train") if "is full" in text else None
