@@ -156,6 +156,18 @@ class TQDataModule(LightningDataModule):
         """Where other processes join the queue."""
         return self._connection.address
 
+    def stats(self) -> dict[str, Any]:
+        """The queue's statistics, and per stream of this process: partition, seconds waited, batches, position."""
+        streams = {
+            label: {
+                "partition": reader.progress.partition, "waited_s": reader.waited_s, "taken": reader.progress.taken,
+                "trained": reader.progress.trained, "position": position and position.as_dict(),
+            }
+            for label, reader in (self._run.readers if self._run else {}).items()
+            for position in (reader.progress.position,)
+        }  # fmt: skip
+        return {**self.client.get_stats(), "streams": streams}
+
     def partition(self, stage: str = "train", number: int = 0) -> str:
         """The partition that an iterator of this stage ("train", "val", ...) would read now.
 

@@ -22,7 +22,7 @@ from tests.own_processes import SLOW
 from transfer_queue.errors import GateStarvedError, GroupStateError, LeaseLostError
 
 NUM_GROUPS, NUM_WORKERS = 120, 3
-PATIENCE_S = 40.0 * SLOW
+PATIENCE_S = 100.0 * SLOW
 WORKER = """
 import os, random, sys, time
 import torch, transfer_queue as tq
@@ -62,6 +62,7 @@ def actor(client, name) -> str:
 
 
 @pytest.mark.programs
+@pytest.mark.timeout(400)
 def test_killed_workers_lose_skip_and_repeat_nothing(client, script, name, actor, tmp_path):
     metas = client.add_groups(heads(NUM_GROUPS), name, parts=2, worker_attempts=50, tasks=[actor])
     client.seal_partition(name)
@@ -72,17 +73,17 @@ def test_killed_workers_lose_skip_and_repeat_nothing(client, script, name, actor
 
     workers, chance = [begin(number) for number in range(NUM_WORKERS)], random.Random(3)
     trained: list[int] = []
-    deadline, next_kill, num_killed = time.monotonic() + PATIENCE_S, time.monotonic() + 1.0, 0
+    deadline, num_killed = time.monotonic() + PATIENCE_S, 0
     while time.monotonic() < deadline:
-        if time.monotonic() > next_kill and num_killed < 6:
+        if len(trained) > 10 * num_killed and num_killed < 6:  # by what is done: a worker takes seconds to start
             at = chance.randrange(NUM_WORKERS)
             workers[at].kill()
             workers[at].wait()
             num_killed += 1
-            workers[at], next_kill = begin(NUM_WORKERS + num_killed), time.monotonic() + 0.7
+            workers[at] = begin(NUM_WORKERS + num_killed)
         try:
             batch = client.get_meta(["answer"], 1, name, task_name=actor, timeout_s=0.5)
-        except tq.BatchTimeoutError:
+        except (tq.BatchTimeoutError, tq.ProducersGoneError):  # gone for longer than the grace, as others start
             continue
         except tq.EndOfPartitionError:
             break
@@ -97,7 +98,7 @@ def test_killed_workers_lose_skip_and_repeat_nothing(client, script, name, actor
     closed = [int(number) for word, number, _ in written if word == "closed"]
     assert set(begun) == set(range(NUM_GROUPS))
     assert len(set(closed)) == len(closed), "no group is closed twice"
-    assert num_killed
+    assert num_killed == 6
     for worker in workers:
         assert worker.wait(PATIENCE_S) == 0, worker.stderr.read()
 
