@@ -121,7 +121,8 @@ def check_checkpoints(trainer: Trainer, streams: Sequence[StageStream], dp_size:
         samples: How many the queue holds at most; None: any number.
     """
     for each in streams:
-        stream, rows = each.stream, (each.stream.micro_size or 0) * dp_size
+        stream = each.stream
+        rows = (stream.micro_batch_size or stream.batch_size or 0) * dp_size
         distance = batches_between_checkpoints(trainer, stream)
         if each.stage != "train" or not stream.clear_consumed or samples is None or distance is None or not rows:
             continue

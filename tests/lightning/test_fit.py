@@ -216,6 +216,20 @@ def test_the_monitor_logs_waits_and_ready_samples(data: Make, trainer: MakeTrain
     assert 0 <= values["queue/in_flight"] <= 3
 
 
+def test_a_callback_reads_statistics_of_the_queue_and_of_each_stream(data: Make, trainer: MakeTrainer) -> None:
+    class AtTheEnd(Callback):
+        def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+            found.append(trainer.datamodule.stats())  # type: ignore[attr-defined]
+
+    found: list[dict[str, Any]] = []
+    dm = data(train=stream("train@{epoch}"))
+    fill(dm.client, "train@0", 8)
+    trainer(max_epochs=1, callbacks=[AtTheEnd()]).fit(Recorder(), datamodule=dm)
+    (own,) = found[0]["streams"].values()
+    assert (own["partition"], own["trained"], own["position"]["batch_index"]) == ("train@0", 2, 2)
+    assert found[0]["partitions"]["train@0"]["samples"] == 8
+
+
 def test_printing_the_datamodule_starts_nothing(data: Make) -> None:
     assert "Train dataloader: None" in str(TQDataModule(train=stream()))
 
