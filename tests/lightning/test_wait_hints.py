@@ -220,7 +220,7 @@ def test_a_queue_that_is_full_is_named_before_any_other_cause(trainer: MakeTrain
         "yet, and the queue is full: a put of "
     )
     assert end == (
-        " waits for room for 32.24 KiB in a queue of 64 KiB: no task reads 8 samples. Add the callback "
+        " waits for room for 32.23 KiB in a queue of 64 KiB: no task reads 8 samples. Add the callback "
         "PartitionSwitch(), which clears finished partitions, set Stream(clear_consumed=True), raise memory, or raise "
         "put_timeout_s."
     )
