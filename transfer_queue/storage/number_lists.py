@@ -92,7 +92,7 @@ def _of_floats(lists: Rows, what: str) -> torch.Tensor | None:
     try:
         flat = _packed(lists, "f", np.dtype(np.float32))
     except _PackError as error:
-        if error.is_too_large:
+        if error.is_too_large and all(_NUMBERS.issuperset(map(type, row)) for row in lists):
             raise _lost(what, error.row, error.text) from None
         return None
     _check_whole_numbers(flat, lists, what)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import transfer_queue as tq
@@ -68,6 +68,7 @@ def test_numbers_of_all_kinds_are_kept_or_refused(lists):
 
 @settings(deadline=None, max_examples=60, print_blob=True)
 @given(st.lists(st.lists(ANY), min_size=1))
+@example([[3.5e38, None]])
 def test_a_column_with_anything_else_is_left_alone(lists):
     others = [value for row in lists for value in row if not isinstance(value, (bool, int, float))]
     if others:
