@@ -160,7 +160,7 @@ class Ranks:
         await self.ask(0, p.Publish, partition, reserved.indexes, FIELDS, completes=reserved.id)
 
     async def steps(self, count: int) -> None:
-        """Each rank waits for its batch; one put wakes all; each acknowledges with its next fetch."""
+        """Each rank waits for its batch; one put wakes all; each acknowledges before its next fetch."""
         tokens = [""] * len(self.callers)
         for step in range(count):
             waiting = asyncio.gather(*(self._fetch(rank, step, token) for rank, token in enumerate(tokens)))
@@ -169,8 +169,9 @@ class Ranks:
             tokens = [batch.token for batch in await waiting]
 
     async def _fetch(self, rank: int, step: int, token: str) -> Any:
-        args = ("steps", "train", list(FIELDS), BATCH, rank, step, len(self.callers), 60.0)
-        return await self.ask(rank, p.Fetch, *args, acks=[token] if token else [])
+        if token:
+            await self.ask(rank, p.Ack, "steps", "train", [token])
+        return await self.ask(rank, p.Fetch, "steps", "train", list(FIELDS), BATCH, rank, step, len(self.callers), 60.0)
 
     def close(self) -> None:
         for caller in self.callers:

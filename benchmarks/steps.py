@@ -23,7 +23,7 @@ from benchmarks.common import arguments, report
 from benchmarks.small_ops import one_sample
 from transfer_queue import protocol
 from transfer_queue.client import get, put
-from transfer_queue.dataloader import batch_stream
+from transfer_queue.dataloader.fetching import BatchFetcher
 from transfer_queue.storage import pack, recycling, unpack, unpack_fast
 from transfer_queue.storage.copying import Copies
 from transfer_queue.storage.shm import read, shared_memory
@@ -46,7 +46,7 @@ STEPS: dict[str, list[tuple[Any, str]]] = {
     "memory for the batch": [(recycling, "empty")],
     "copy": [(Copies, "finish"), (Copies, "__call__")],
     "tensors of columns": [(unpack, "unpack"), (unpack_fast.Jagged, "__call__"), (unpack_fast.Jagged, "even")],
-    "ask for the next batch": [(batch_stream, "request")],
+    "ask for the next batch": [(BatchFetcher, "__call__")],
     "look at every page": [(cases, "touch")],
 }
 OTHER = "other Python"
