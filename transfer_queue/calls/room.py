@@ -196,7 +196,7 @@ class Calls:
         if call is None:
             return []
         found = [each for each in call.holdings if isinstance(each, kind)]
-        call.holdings = [each for each in call.holdings if each not in found]
+        call.holdings = [each for each in call.holdings if not isinstance(each, kind)]
         self.forget_if_over(call)
         return found
 

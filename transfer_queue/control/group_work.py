@@ -306,7 +306,10 @@ def retagged(state: PlaneState, partition: Partition, indexes: Iterable[int]) ->
 
 def _judge_all(state: PlaneState, partition: Partition) -> None:
     """Gates judge what they have not judged."""
-    for group in [each for each in groups_of(partition).live.values() if each.state == CLOSED and not each.passed]:
+    groups = groups_of(partition)
+    # Each clear of samples asks for this, and there may be many live groups.
+    closed = [each for each in groups.live.values() if each.state == CLOSED] if groups.counts[CLOSED] else []
+    for group in closed:
         judge(state, partition, group)
 
 

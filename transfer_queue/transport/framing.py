@@ -159,9 +159,9 @@ class Inbound:
     """Splits arriving bytes into messages, however they were split on the way."""
 
     def __init__(self) -> None:
-        # Chunks of an incomplete message, and frames being received.
-        # Both are replaced by one assignment, so that Ctrl-C between two steps loses nothing that was read.
-        self._state: tuple[list[bytes], _Body | None] = ([], None)
+        # Chunks of an incomplete message, (number of measured chunks, their bytes), and frames being received.
+        # All are replaced by one assignment, so that Ctrl-C between two steps loses nothing that was read.
+        self._state: tuple[list[bytes], tuple[int, int], _Body | None] = ([], (0, 0), None)
         self._need = 1
 
     def receive(self, source: ByteSource) -> list[Message]:
@@ -172,12 +172,12 @@ class Inbound:
             EOFError: the other side has closed.
             FramingError: the stream is not in our format.
         """
-        chunks, body = self._state
+        chunks, (measured, size), body = self._state
         if body is not None:
             message = body.receive(source)
             if message is None:
                 return []
-            self._state = ([], None)
+            self._state = ([], (0, 0), None)
             return [message]
         chunks.extend(map(source.recv, _ONE_CHUNK))  # in one step of Python: see ``_Buffers.move``
         if not chunks[-1]:
@@ -185,7 +185,9 @@ class Inbound:
         if len(chunks) == 1 and (message := _whole(chunks[0])) is not None:
             chunks.clear()
             return [message]
-        if sum(map(len, chunks)) < self._need:
+        size += sum(map(len, chunks[measured:]))  # not all of them again: a peer may send byte by byte
+        self._state = (chunks, (len(chunks), size), None)
+        if size < self._need:
             return []
         return self._cut(b"".join(chunks))
 
@@ -200,7 +202,7 @@ class Inbound:
                 body = _Body(number, header, sizes, memoryview(data)[body_at:])
             else:
                 messages.append(Message(number, header, _views(memoryview(data[body_at:at]), sizes)))
-        self._state = ([data[at:]] if at < len(data) else [], body)
+        self._state = ([data[at:]] if at < len(data) else [], (0, 0), body)
         return messages
 
     def _head(self, data: bytes, at: int) -> tuple[int, bytes, Sequence[int], int] | None:
