@@ -250,7 +250,7 @@ class ProducerGroup:
         return any(stage in producer.stages for producer in self._producers)
 
     def failure(self) -> ProducerError | None:
-        """That of the first process that ended with an error or by a signal, which the queue is told, too."""
+        """That of the first process that ended with an error or by a signal. The queue knows of it, too."""
         process = next((process for process in list(self._processes) if process.popen.poll()), None)
         if process is None:
             return None
@@ -266,7 +266,7 @@ class ProducerGroup:
     def end(self) -> None:
         """End the running processes: SIGTERM, then SIGKILL. Idempotent; does nothing in a fork.
 
-        The queue is told before, so that their end is no finding.
+        The queue hears of it before, so that their end is no finding.
         """
         with contextlib.suppress(TransferQueueError):  # the queue may have ended
             for process in self.running() or ():

@@ -308,7 +308,7 @@ class Consumer:
         self._ended = {where: StreamEnd(reason, dropped) for where, reason, dropped in saved.ended_filters}
         if saved.ended is not None:
             self._ended[None] = StreamEnd(saved.ended, saved.dropped)
-        self._over_at, self._over_ranks = saved.over_at, set(saved.told)
+        self._over_at, self._over_ranks = saved.over_at, set(saved.over_ranks)
         self._ends = {readers: list(ends) for readers, ends in saved.ends}
         of_batches: npt.NDArray[np.int32] = given[live & (given > 0)]
         return of_batches

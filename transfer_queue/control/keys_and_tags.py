@@ -30,7 +30,7 @@ class KeyMap:
         self._blocks: dict[int, dict[int, str]] = {}  # index -> key, by the index's block, in order of insertion
         self._size = 0
         self.watches: dict[object, dict[int, str]] = {}
-        """By whoever reads the keys as they were: those of samples that are deleted, for ``names_of``."""
+        """By reader of the keys as they were: those of samples that are deleted, for ``names_of``."""
 
     def __len__(self) -> int:
         return self._size
@@ -143,7 +143,7 @@ class TagStore(Mapping[int, Tags]):
     def __init__(self, table: RowTable) -> None:
         self._table = table
         self.watches: dict[object, dict[int, bytes | None]] = {}
-        """By whoever reads the tags as they were: those that have changed or are deleted, for ``save``."""
+        """By reader of the tags as they were: those that have changed or are deleted, for ``save``."""
 
     def put(self, rows: Rows, tags: Sequence[Tags], merge: bool) -> None:
         """Set the tags of each row; ``merge`` keeps other existing tags."""

@@ -73,7 +73,7 @@ class SavedConsumer(msgspec.Struct):
     ended: str | None = None
     dropped: int = 0
     over_at: int | None = None
-    told: list[int] = []
+    over_ranks: list[int] = msgspec.field(default_factory=list, name="told")
     ends: list[tuple[int | None, list[int]]] = []
     ended_filters: list[tuple[str, str, int]] = []
 
