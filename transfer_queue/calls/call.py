@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from enum import Enum
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final
+
+import msgspec
 
 from transfer_queue.calls.wait import Wait
 from transfer_queue.protocol import Done, Reply, Request
@@ -93,7 +95,7 @@ class Call:
         return self.reply is not None and self.reply is not RECEIVED
 
 
-class Answer(NamedTuple):
+class Answer(msgspec.Struct, frozen=True):
     """The reply to a call, the values that travel with it, and where they go."""
 
     call: Call

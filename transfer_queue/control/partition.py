@@ -114,12 +114,34 @@ class Partition:
             rows = self.table.append(self._allocator.allocate(count), RowState.RESERVED)
             at = slice(self.table.size - count, self.table.size)  # the same rows, as a faster slice
         self.num_reserved += count
-        self._allocator.num_used += count
-        self.table.column("put_offset")[at] = np.arange(count)
-        self.table.column("put_size")[at] = count
-        self.num_puts += 1
-        self.table.column("put_number")[at] = self.num_puts
+        self._count_put(at, count)
         return rows
+
+    def _count_put(self, at: Rows | slice, count: int) -> None:
+        """These rows are new, and belong to one put."""
+        self._allocator.num_used += count
+        self.num_puts += 1
+        self.table.mark_put(at, count, self.num_puts)
+
+    @property
+    def takes_whole_puts(self) -> bool:
+        """Whether new samples are plain rows at the end: none was made for them, and no group may have them."""
+        return self.groups is None and not self.num_free and (self.preallocate < 2 or bool(self.table.size))
+
+    def add(self, indexes: Indexes, specs: Mapping[str, FieldSpec], tags: Mapping[int, Tags], now: float) -> None:
+        """New samples with these fields, of one put: ``reserve`` and ``publish`` in one step, where it takes whole puts
+        and is open. Call ``schema.check`` first.
+        """
+        count = len(indexes)
+        if self.table.copies:
+            self.table.copies.make()
+        rows = self.table.append(indexes, RowState.LIVE)
+        self._count_put(slice(self.table.size - count, self.table.size), count)
+        if tags:
+            self.set_tags(tags, merge=True)
+        self._count_live(count)
+        self.seal_if_complete()
+        self._written(rows, specs, now)
 
     def make_free(self, count: int) -> None:
         """Pre-allocate samples for the next inserts."""
@@ -164,6 +186,11 @@ class Partition:
         self.set_tags(tags, merge=True)
         self.num_rewrites += not self.num_reserved or bool((self.table.column("state")[rows] == RowState.LIVE).any())
         self.make_live(rows, become)
+        self._written(rows, specs, now)
+        return rows
+
+    def _written(self, rows: Rows, specs: Mapping[str, FieldSpec], now: float) -> None:
+        """These rows have these fields now."""
         self.last_published = now
         news = self.schema.record(rows, specs) if len(rows) else {}
         if self.groups is not None:
@@ -173,7 +200,6 @@ class Partition:
             samples = rows
         for consumer in self.consumers.values():
             consumer.published(samples, news)
-        return rows
 
     def lose_unit(self, unit: int) -> bool:
         """The values in this storage unit are gone. Returns whether samples have lost some."""
@@ -208,14 +234,17 @@ class Partition:
             self.num_reserved -= int(np.count_nonzero(_RESERVED[state[fresh]]))
             state[fresh] = become
             if become == RowState.LIVE:
-                self.num_live += len(fresh)
-                self.num_published += len(fresh)
-                for consumer in self.consumers.values():
-                    consumer.inserted(len(fresh))
+                self._count_live(len(fresh))
             else:
                 self.num_heads += len(fresh)
             self.listed.appeared(fresh)
         self.seal_if_complete()
+
+    def _count_live(self, count: int) -> None:
+        self.num_live += count
+        self.num_published += count
+        for consumer in self.consumers.values():
+            consumer.inserted(count)
 
     def seal_if_complete(self) -> None:
         if self.num_samples is not None and self.num_published >= self.num_samples:

@@ -143,6 +143,14 @@ class RowTable:
         self._columns["state"][start:stop] = state
         return np.arange(start, stop)
 
+    def mark_put(self, rows: Rows | slice, count: int, number: int) -> None:
+        """These rows are those of one put."""
+        columns = self._columns
+        if count > 1:  # it is 0 already
+            columns["put_offset"][rows] = np.arange(count)
+        columns["put_size"][rows] = count
+        columns["put_number"][rows] = number
+
     def _grow(self, needed: int) -> None:
         capacity = max(needed, self.capacity + self.capacity // 2, _MIN_ROWS)
         for name, column in self._columns.items():

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from transfer_queue.control.rows import PUBLISHED, Rows, RowState, RowTable, all_of, ascending
 from transfer_queue.control.saved import SavedField
 from transfer_queue.errors import InvalidRequestError, SchemaConflictError
-from transfer_queue.protocol import DeclaredField, FieldSpec, UnitRuns, by_row, runs_of
+from transfer_queue.protocol import DeclaredField, FieldSpec, by_row, runs_of
 
 _MAX_SIZE = 2**31 - 1
 _MOST_DTYPES = 64
@@ -44,6 +44,8 @@ class Schema:
         self._table = table
         self._fields: dict[str, _Field | None] = {}
         self._declared: dict[str, DeclaredField] = {}
+        self._placed: set[str] = set()
+        """Fields of which some values lie in another unit than 0. Only they have a column of units."""
         self.counts: dict[str, int] = {}
         """By field that was written or is expected, the number of samples that have it."""
 
@@ -115,7 +117,7 @@ class Schema:
         """The values in this storage unit are gone. Returns, by field, the samples that don't have it any more."""
         lost = {}
         for name in self.written():
-            if self._table.has_column(_unit(name)):
+            if name in self._placed:
                 has, units = self._table.column(_has(name)), self._table.column(_unit(name))
                 rows = (has & (units == unit) & PUBLISHED[self._table.column("state")]).nonzero()[0]
                 if len(rows):
@@ -160,19 +162,25 @@ class Schema:
         """
         news = {}
         for name, spec in specs.items():
-            self.expect(name)
+            if name not in self._fields:
+                self.expect(name)
             has = self._table.column(_has(name))
             news[name] = ascending(rows[~has[rows]])
             self.counts[name] += len(news[name])
             has[rows] = True
-            self._place(name, rows, spec.units)
+            if spec.units is not None or name in self._placed:
+                self._placed.add(name)
+                self._table.ensure_column(_unit(name), np.int32)[rows] = 0 if spec.units is None else by_row(spec.units)
             known = self._fields[name]
             if known is None or (spec.dtype not in known.dtypes and not self._have_others(name, rows)):
                 self._table.drop_column(_shapes(name))
                 self._table.drop_column(_dtypes(name))
                 known = _Field((spec.dtype,), spec.shape, spec.is_nested, spec.is_non_tensor)
                 self._fields[name] = known
-            self._record_dtype(rows, name, known, spec.dtype)
+            if known.dtypes != (spec.dtype,):  # only a field of several dtypes takes memory per row for them
+                if spec.dtype not in known.dtypes:
+                    known.dtypes += (spec.dtype,)
+                self._table.ensure_column(_dtypes(name), np.uint8)[rows] = known.dtypes.index(spec.dtype)
             known.is_nested |= spec.is_nested
             if spec.is_non_tensor or (spec.shape is not None and known.shape == spec.shape):
                 continue
@@ -182,14 +190,9 @@ class Schema:
                 self._table.column(_shapes(name))[rows] = shapes
         return news
 
-    def _place(self, name: str, rows: Rows, units: UnitRuns | None) -> None:
-        """Record where the values lie. There is no column before some lie in another unit than 0."""
-        if units is not None or self._table.has_column(_unit(name)):
-            self._table.ensure_column(_unit(name), np.int32)[rows] = 0 if units is None else by_row(units)
-
     def _units_of(self, name: str, rows: Rows) -> npt.NDArray[np.int32] | None:
         """The unit of each row; None: all of them are in unit 0."""
-        units = self._table.column(_unit(name))[rows] if self._table.has_column(_unit(name)) else None
+        units = self._table.column(_unit(name))[rows] if name in self._placed else None
         return None if units is None or not units.any() else units
 
     def _have_others(self, name: str, rows: Rows) -> bool:
@@ -197,14 +200,6 @@ class Schema:
         held = self.has(name) & (self._table.column("state") != RowState.DEAD)
         held[rows] = False
         return bool(held.any())
-
-    def _record_dtype(self, rows: Rows, name: str, field: _Field, dtype: str | None) -> None:
-        """Only a field of several dtypes takes memory per row for them."""
-        if dtype not in field.dtypes:
-            field.dtypes += (dtype,)
-        if len(field.dtypes) == 1:
-            return
-        self._table.ensure_column(_dtypes(name), np.uint8)[rows] = field.dtypes.index(dtype)
 
     def _become_ragged(self, name: str, field: _Field, new: npt.NDArray[np.int32] | None) -> None:
         """Store a shape per row from now on, unless ranks differ, too."""
@@ -244,6 +239,7 @@ class Schema:
         copy = Schema(table)
         copy._fields = {name: field and replace(field) for name, field in self._fields.items()}
         copy._declared = dict(self._declared)
+        copy._placed = set(self._placed)
         return copy
 
     def load(self, fields: Iterable[SavedField], start: int) -> None:
@@ -266,6 +262,7 @@ class Schema:
                 shapes = np.frombuffer(saved.shapes or b"", dtype="<i4").reshape(count, saved.ndim)
                 self._table.ensure_column(_shapes(saved.name), np.int32, saved.ndim)[start:] = shapes
             if saved.units is not None:
+                self._placed.add(saved.name)
                 self._table.ensure_column(_unit(saved.name), np.int32)[start:] = np.frombuffer(saved.units, "<i4")
 
     def _load_dtypes(self, saved: SavedField, start: int) -> None:
@@ -350,7 +347,7 @@ def _check_rows(spec: FieldSpec, count: int, name: str) -> None:
                 f"field {name!r} brings {len(spec.row_shapes)} bytes of row shapes for {count} rows; expected int32 "
                 f"[rows, ndim]."
             )
-    elif spec.shape is not None and not all(0 <= size <= _MAX_SIZE for size in spec.shape):
+    elif spec.shape and not 0 <= min(spec.shape) <= max(spec.shape) <= _MAX_SIZE:
         raise InvalidRequestError(f"field {name!r} has shape {spec.shape}; sizes go from 0 to {_MAX_SIZE}.")
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -154,6 +154,32 @@ def write(state: PlaneState, call: Call, request: Writer) -> p.Reply | Wait:
     if isinstance(request, p.ResolveKeys):
         keys += [(WRITERS, request.partition, key) for key in dict.fromkeys(request.keys)]
     return Wait(WRITERS, call.since + request.wait_s, answer, size=count, keys=tuple(keys))
+
+
+def takes_now(state: PlaneState, request: p.Reserve) -> bool:
+    """Whether these samples can be added whole, in one step: they need no room of others, and no rows made before.
+
+    Raises for errors that waiting can't resolve.
+    """
+    partition = state.partitions.get(request.partition)
+    if partition is None or request.role is not None or not partition.takes_whole_puts:
+        return False
+    return check(state, request) <= state.room() and not (state.waits.count and state.waits.has(WRITERS))
+
+
+def add(
+    state: PlaneState, call: Call, request: p.Reserve, indexes: p.Indexes, tags: Mapping[int, p.Tags]
+) -> p.Reserved:
+    """New samples whose values are stored, readable from now on. ``tags``: by index. Call ``takes_now`` first."""
+    partition = state.partitions[request.partition]
+    if tags:
+        check_tags(tags.values())
+    dtypes = partition.schema.dtypes_with(request.fields)
+    partition.add(indexes, request.fields, tags, state.calls.now)
+    state.changed(partition)
+    state.producers.published(call, request.fields)
+    state.calls.hold(call, NewSamples(state, partition, indexes))
+    return p.Reserved(request.id, p.pack_indexes(indexes), dtypes)
 
 
 def check(state: PlaneState, request: Writer) -> int:

@@ -147,7 +147,11 @@ class Front:
         for fault in self.calls.faults:
             _log.error("a request could not be served, or a call could not be undone", exc_info=fault)
         self.calls.faults.clear()
-        return [self._encoded(answer) for answer in answers if answer.envelope is not None]
+        outgoing = []
+        for answer in answers:
+            if answer.envelope is not None:
+                outgoing.append(self._encoded(answer))
+        return outgoing
 
     def _encoded(self, answer: Answer) -> Outgoing:
         """The encoded answer. If it can't be encoded, the call is undone and answered with an error."""
@@ -174,14 +178,40 @@ class Front:
 
     # ---- composed calls ----
 
-    def _put(self, call: Call, put: p.Put) -> Steps:
-        """Reserve (or check, or resolve keys), store, publish. Nothing is visible before the last of them."""
+    def _put(self, call: Call, put: p.Put) -> p.Reply | Steps:
+        """Reserve (or check, or resolve keys), store, publish. Nothing is visible before the last of them.
+
+        Plain new samples take nothing beforehand where there is room for them and their values: it is one step then.
+        """
         assert self.plane is not None
         assert self.unit is not None
-        state, begin = self.plane.state, put.begin
+        begin = put.begin
         if begin.id != put.id:
             raise ProtocolError(f"call {put.id} is a put that begins with call {begin.id}: a put is one call.")
         columns = self._columns(call, put.write) if put.write else None
+        if (
+            columns is not None and isinstance(begin, p.Reserve)
+            and writing.takes_now(self.plane.state, begin) and self.unit.takes_now(call, columns)
+        ):  # fmt: skip
+            return self._put_now(call, put, begin, columns)
+        return self._put_in_steps(call, put, columns)
+
+    def _put_now(self, call: Call, put: p.Put, begin: p.Reserve, columns: Columns) -> p.Reply:
+        assert self.plane is not None
+        assert self.unit is not None
+        indexes = self.plane.state.allocator.allocate(begin.count)
+        tags = _by_index(put.tags, indexes) if put.tags else {}
+        self.unit.store_new(call, indexes, columns)
+        try:
+            return writing.add(self.plane.state, call, begin, indexes, tags)
+        except BaseException:
+            self.unit.delete(indexes)
+            raise
+
+    def _put_in_steps(self, call: Call, put: p.Put, columns: Columns | None) -> Steps:
+        assert self.plane is not None
+        assert self.unit is not None
+        state, begin = self.plane.state, put.begin
         first = (
             writing.write(state, call, begin) if isinstance(begin, p.Reserve) else writing.rewrite(state, call, begin)
         )
@@ -378,15 +408,19 @@ _CLEARS: dict[type[p.Request], Callable[[Any, Call, Any], p.Reply]] = {
 
 def _publication(put: p.Put, indexes: bytes) -> p.Publish:
     """The last step of a put. Its tags are by row until then."""
-    own = p.unpack_indexes(indexes)
-    if put.tags and not 0 <= min(put.tags) <= max(put.tags) < len(own):
-        raise InvalidRequestError(f"a put of {len(own)} rows has tags for rows {sorted(put.tags)}.")
-    tags = {int(own[row]): tags for row, tags in put.tags.items()} if put.tags else {}
+    tags = _by_index(put.tags, p.unpack_indexes(indexes)) if put.tags else {}
     by_key = isinstance(put.begin, p.ResolveKeys)
     return p.Publish(
         put.id, put.begin.partition, indexes, put.begin.fields, tags, by_key, put.id, uncommitted=True,
         role=None if isinstance(put.begin, p.CheckFields) else put.begin.role,
     )  # fmt: skip
+
+
+def _by_index(tags: dict[int, p.Tags], indexes: p.Indexes) -> dict[int, p.Tags]:
+    """The tags of these samples, which came by row."""
+    if not 0 <= min(tags) <= max(tags) < len(indexes):
+        raise InvalidRequestError(f"a put of {len(indexes)} rows has tags for rows {sorted(tags)}.")
+    return {int(indexes[row]): own for row, own in tags.items()}
 
 
 def _told_by(header: bytes) -> tuple[list[int], list[int]]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
@@ -206,7 +207,8 @@ def encode_columns(columns: Columns) -> bytes:
 
 
 def decode_columns(data: bytes) -> Columns:
-    columns: Columns = _decode(_columns, data)
+    """Most small writes look like an earlier one."""
+    columns: Columns = _known_columns(data) if len(data) <= _SHORT else _decode(_columns, data)
     return columns
 
 
@@ -218,6 +220,10 @@ def decode_answer(header: bytes | memoryview, kind: type[Expected]) -> Expected:
     if not isinstance(answer, kind):
         raise ProtocolError(f"a storage unit answered {type(answer).__name__}, expected {kind.__name__}.")
     return answer
+
+
+_known_columns = functools.lru_cache(256)(lambda data: _decode(_columns, data))
+_SHORT = 1024
 
 
 def _decode(decoder: Any, header: bytes | memoryview) -> Any:
@@ -286,14 +292,15 @@ def unpack_columns(
     Raises:
         ProtocolError: frames are missing or too many, a position is out of range, or the arena is not mapped.
     """
-    expected = sum((header.offset < 0) + (header.layout.kind != "dense") for header in headers)
+    expected, columns, remaining = 0, [], iter(frames)
+    for header in headers:
+        expected += (header.offset < 0) + (header.layout.kind != "dense")
     if expected != len(frames):
         raise ProtocolError(f"{len(headers)} parts need {expected} frames, {len(frames)} came")
-    remaining = iter(frames)
-    return [
-        (header.field, _positions(header, tables, count), _column(header, tables, remaining, view))
-        for header in headers
-    ]
+    for header in headers:
+        positions = _positions(header, tables, count)
+        columns.append((header.field, positions, _column(header, tables, remaining, view)))
+    return columns
 
 
 def _column(header: ColumnHeader, tables: Sequence[bytes], frames: Any, view: View | None) -> WireColumn:

@@ -74,7 +74,7 @@ class WireColumn:
     It never changes after construction, because slices share its memory.
     """
 
-    __slots__ = ("_bounds", "_extremes", "data", "layout", "row_meta", "rows", "selection")
+    __slots__ = ("_bounds", "_extremes", "data", "layout", "nbytes", "row_meta", "rows", "selection")
 
     def __init__(
         self,
@@ -89,6 +89,7 @@ class WireColumn:
         self.rows = rows
         self.data = data
         self.row_meta = row_meta
+        self.nbytes = data.nbytes if row_meta is None else data.nbytes + row_meta.nbytes
         self._bounds = bounds
         self._extremes: tuple[int, int] | None = None
         self.selection = selection
@@ -109,10 +110,6 @@ class WireColumn:
         else:
             _check_selection(column, selection)
         return column
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.nbytes + (0 if self.row_meta is None else self.row_meta.nbytes)
 
     @property
     def bounds(self) -> IntArray:

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 Buffer = Any
 """Anything with the buffer protocol: bytes, memoryview, a NumPy array."""
 
@@ -50,7 +52,7 @@ class PeerCall(NamedTuple):
     number: int = NOBODY_WAITS
 
 
-class Envelope(NamedTuple):
+class Envelope(msgspec.Struct, frozen=True):
     """The client that sent a request, and the route of the answer. ``number``: of the call; ``NOBODY_WAITS`` if
     no answer is expected.
 
@@ -62,7 +64,7 @@ class Envelope(NamedTuple):
     route: Any
 
 
-class Outgoing(NamedTuple):
+class Outgoing(msgspec.Struct, frozen=True):
     """One answer to be sent to ``envelope``. It is dropped if no call waits for it."""
 
     envelope: Envelope

@@ -120,25 +120,29 @@ class Outbound(_Buffers):
     def __bool__(self) -> bool:
         return bool(self._state[0]) and bool(self.left())
 
-    def send(self, sink: ByteSink, parts: list[Buffer]) -> None:
+    def send(self, sink: ByteSink, parts: list[Buffer]) -> bool:
         """Send after everything that waits, as much as possible now. The buffers are kept until they are sent.
+
+        Returns whether nothing waits any more.
 
         Raises:
             OSError: the other side has closed.
         """
-        if self:
+        if self._state[0] and self:
             self._state = ([*self.left(), *parts], [])
             self.num_messages += 1
-            return
+            return False
         moved: list[int] = []
         self._state = (parts, moved)
         self.num_messages = 1
         try:
             moved.extend(map(sink.sendmsg, (parts[:_MAX_BUFFERS],)))  # see ``move``
         except BlockingIOError:
-            return
-        if moved[0] == sum(map(len, parts)):
-            self._state = ([], [])
+            return False
+        if moved[0] < sum(map(len, parts)):
+            return False
+        self._state = ([], [])
+        return True
 
     def flush(self, sink: ByteSink) -> None:
         """Send as much as possible now."""

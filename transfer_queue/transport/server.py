@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transfer_queue.errors import ConfigError
 from transfer_queue.transport.base import USUAL_LIVENESS, Envelope, Handler, Listener, Liveness, Outgoing, Route
@@ -133,12 +133,16 @@ class SocketServer:
                 os.eventfd_write(self._wake, 1)
 
     def _turn(self) -> None:
-        deadlines = [self._handler.next_deadline(), *(each.next_deadline() for each in self._listeners)]
-        due = min((at for at in deadlines if at is not None), default=math.inf)
-        began = None
-        for act, ready in self._readiness.wait(max(0.0, due - time.monotonic())):
+        due, readiness, began = self._handler.next_deadline(), self._readiness, None
+        for listener in self._listeners:
+            at = listener.next_deadline()
+            due = at if due is None or (at is not None and at < due) else due
+        due = math.inf if due is None else due
+        for descriptor, act, ready in readiness.wait(max(0.0, due - time.monotonic())):
             began = began or time.monotonic()
-            guarded(act, ready)
+            # A previous action may have closed this descriptor, and a new one may have its number.
+            if readiness.acts.get(descriptor) is act:
+                guarded(act, ready)
         if due <= (now := time.monotonic()):
             began = began or now
             guarded(self._expire, now)
@@ -152,9 +156,9 @@ class SocketServer:
         for listener in self._listeners:
             listener.expire(now)
 
-    def _send(self, make: Callable[[float], Iterable[Outgoing]]) -> None:
+    def _send(self, make: Callable[..., Iterable[Outgoing]], *args: Any) -> None:
         # One by one, as they are made, so that answers before an error are sent.
-        for answer in make(time.monotonic()):
+        for answer in make(*args, time.monotonic()):
             guarded(answer.envelope.route.send, answer)
 
     # ---- clients; the last three methods: see ``Arrivals`` ----
@@ -170,7 +174,7 @@ class SocketServer:
 
     def deliver(self, envelope: Envelope, header: bytes, frames: list[memoryview]) -> None:
         """A request has arrived."""
-        guarded(self._send, lambda now: self._handler.handle(envelope, header, frames, now))
+        guarded(self._send, self._handler.handle, envelope, header, frames)
 
     def joined(self, client: str, route: Route) -> None:
         """A connection has named its client."""
@@ -182,7 +186,7 @@ class SocketServer:
         routes.discard(route)
         if not routes:
             del self._routes[client]
-            guarded(self._send, lambda now: self._handler.client_gone(client, now))
+            guarded(self._send, self._handler.client_gone, client)
 
     # ---- the end ----
 

@@ -153,11 +153,11 @@ class UnixRoute:
             return
         parts = encode(answer.envelope.number, answer.header, answer.frames)
         try:
-            self._outbound.send(self._socket, parts)
+            if self._outbound.send(self._socket, parts) and self._wanted == READ:
+                return
         except OSError:  # the client has closed its end; what it sent before is still read
             self._outbound.clear()
-        if self._outbound or self._wanted != READ:
-            self._choose_events()
+        self._choose_events()
 
     def _flush(self) -> None:
         try:

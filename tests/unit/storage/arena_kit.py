@@ -174,8 +174,8 @@ class ArenaClient:
 
 
 def bytes_of(wire: WireColumn) -> bytes:
-    rows = np.arange(wire.rows) if wire.selection is None else wire.selection
-    return wire.data.reshape(-1, wire.layout.row_nbytes)[rows].tobytes()
+    spans = zip(wire.starts.tolist(), wire.sizes.tolist(), strict=True)
+    return b"".join(wire.data[start : start + size].tobytes() for start, size in spans)
 
 
 def is_lease(answer: UnitReply, client: str) -> bool:

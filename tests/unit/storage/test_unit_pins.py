@@ -43,7 +43,7 @@ CHANGES = {
     "cleared": (lambda writer: writer.delete(1, 2, 3, 4), 4),
     "overwritten": (lambda writer: writer.put({1: 91, 2: 92, 3: 93, 4: 94}), 4),
     "compacted": (lambda writer: writer.delete(1, 2, 3), 4),
-    "partly overwritten": (lambda writer: writer.put({2: 92, 3: 93}), 0),
+    "partly overwritten": (lambda writer: writer.put({2: 92, 3: 93}), 4),
 }
 
 

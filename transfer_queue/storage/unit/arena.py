@@ -225,4 +225,4 @@ class Arena:
 
     def next_trim(self) -> float | None:
         """The time of the next ``trim``; None if there is nothing to return."""
-        return self._watched + IDLE_S if len(self._warm) else None
+        return self._watched + IDLE_S if self._warm.total else None

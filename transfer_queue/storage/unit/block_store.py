@@ -51,18 +51,29 @@ class BlockStore(HeldBlocks):
         """Store these values, replacing existing ones. It keeps the memory of the columns and copies nothing."""
         slots = self._claim(indexes, columns)
         for name, positions, column in columns:
-            self._table.keep(self._fields[name].add(slots[positions], column))
+            field = self._fields.get(name)
+            if field is None:
+                field = self._fields[name] = FieldBlocks(self)
+                field.grow(self._table.capacity)
+            self._table.keep(field.add(slots[positions], column))
 
     def _claim(self, indexes: IntArray, columns: FieldColumns) -> IntArray:
-        # An index without any value must not get a page, because nothing would ever release it.
-        covered = np.zeros(len(indexes), np.bool_)
-        for name, positions, _ in columns:
-            covered[positions] = True
-            self._fields.setdefault(name, FieldBlocks(self))
-        self._table.claim(indexes[covered])
-        for field in self._fields.values():
-            field.grow(self._table.capacity)
-        return self._table.find(indexes)
+        """The slot of each index; -1 for one without any value, whose page nothing would ever release."""
+        capacity = self._table.capacity
+        for _, positions, column in columns:
+            if column.rows == len(indexes) and isinstance(positions, slice):  # of all samples, as nearly always
+                slots = self._table.claim(indexes)
+                break
+        else:
+            covered = np.zeros(len(indexes), np.bool_)
+            for _, positions, _ in columns:
+                covered[positions] = True
+            self._table.claim(indexes[covered])
+            slots = self._table.find(indexes)
+        if self._table.capacity > capacity:
+            for field in self._fields.values():
+                field.grow(self._table.capacity)
+        return slots
 
     def locate(self, indexes: IntArray, fields: Sequence[str]) -> Located:
         """Return where these fields of all these indexes lie, which may repeat and come in any order.
@@ -177,7 +188,7 @@ class BlockStore(HeldBlocks):
     def squeeze(self) -> None:
         """Compact all blocks with dead rows now."""
         for field, block in self._with_dead_rows():
-            field.rewrite([block])
+            field.rewrite(block)
 
     def _with_dead_rows(self) -> list[tuple[FieldBlocks, Block]]:
         if self.held_nbytes == self.live_nbytes:
@@ -201,11 +212,8 @@ class PageTable:
         self._free: list[int] = []
         self._names: list[int] = []
         self._kept: NDArray[np.int64] = np.zeros(0, np.int64)
-
-    @property
-    def capacity(self) -> int:
+        self.capacity = 0
         """The length that tables need: one more than the largest slot used so far, rounded up."""
-        return len(self._kept) << _PAGE_BITS
 
     def find(self, indexes: IntArray) -> IntArray:
         """The slot of each index, -1 if its page is unknown."""
@@ -219,8 +227,8 @@ class PageTable:
         pages = np.repeat(found, np.diff(first, append=len(names)))
         return np.where(pages < 0, -1, (pages << _PAGE_BITS) | (indexes & (_PAGE - 1)))
 
-    def claim(self, indexes: IntArray) -> None:
-        """Give these indexes slots. ``keep`` must follow, because a page without values would never be released."""
+    def claim(self, indexes: IntArray) -> IntArray:
+        """The slot of each index, which may be new. ``keep`` must follow: a page without values is never released."""
         one = _one_page(indexes)
         for name in dict.fromkeys((indexes >> _PAGE_BITS).tolist()) if one is None else (one,):
             if name not in self._pages:
@@ -228,6 +236,8 @@ class PageTable:
                 self._names[page : page + 1] = [name]
                 if page >= len(self._kept):
                     self._kept = np.append(self._kept, np.zeros(max(16, len(self._kept)), np.int64))
+                    self.capacity = len(self._kept) << _PAGE_BITS
+        return self.find(indexes) if one is None else indexes - ((one - self._pages[one]) << _PAGE_BITS)
 
     def keep(self, slots: IntArray) -> None:
         """Add one value to each of these slots."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,35 +21,37 @@ from transfer_queue.storage.wire import (
     distinct,
     gather,
     groups,
+    heap,
 )
 
 _SMALL_NBYTES = 64 * 1024
-_MERGE_BLOCKS = 32
-"""This many small blocks are merged. Otherwise samples put one by one would cost a block and a copy each."""
+"""Columns below this size are appended to a tail. Otherwise samples put one by one would cost a block each."""
+_TAIL_NBYTES, _TAIL_ROWS = 256 * 1024, 1 << 16
+_GROWTH = 4
+_TAIL_DEAD_NBYTES = 16 * 1024
+"""So much of a tail may be dead, for where its rows die one by one, each move of the others would soon be in vain."""
 STEP_NBYTES = 2 * 1024 * 1024
 """Bytes moved per step: a millisecond or less, during which no request is served."""
 
 
 class Block:
-    """Rows as received. It never changes, because answers being sent share its memory."""
+    """Rows as received. They never change, because answers being sent share their memory."""
 
-    __slots__ = (
-        "column", "family", "first", "left", "live", "live_nbytes", "number", "on_disk", "slots", "stays",
-    )  # fmt: skip
+    __slots__ = ("column", "first", "is_tail", "left", "live", "live_nbytes", "number", "on_disk", "slots", "stays")
 
     def __init__(self, number: int, column: WireColumn, slots: NDArray[np.int32], run: Positions) -> None:
         """``run``: the slots as ``as_run`` returns them."""
         self.number = number
         self.on_disk = False
         """Its data lies in the spill file."""
-        self.family = column.layout.family if column.nbytes < _SMALL_NBYTES else None
-        """Small blocks of one family are merged; None: the block is not small."""
         self.column = column
         self.slots = slots
         self.first = run.start if isinstance(run, slice) else None
         """The slot of row 0 if the slots are consecutive, else None."""
         self.live = column.rows
         self.live_nbytes = column.nbytes
+        self.is_tail = False
+        """Small columns are still appended."""
         self.left = 0
         """Rows before this one were moved elsewhere, or are dead."""
         self.stays = False
@@ -57,7 +59,73 @@ class Block:
 
     @property
     def mostly_dead(self) -> bool:
-        return 2 * self.live < self.column.rows or 2 * self.live_nbytes < self.column.nbytes
+        nbytes = self.column.nbytes
+        if self.is_tail and nbytes - self.live_nbytes <= _TAIL_DEAD_NBYTES:
+            return False
+        return 2 * self.live < self.column.rows or 2 * self.live_nbytes < nbytes
+
+
+class Tail:
+    """A block that small columns are appended to, with room for more. What a reader shares of it never changes."""
+
+    def __init__(self, block: Block) -> None:
+        """The block's own buffers are full."""
+        block.is_tail = True
+        self.block = block
+        self.layout = block.column.layout
+        self._data, self._slots = heap(0), block.slots
+        self._row_meta, self._bounds = self._sizes()
+
+    def _sizes(self, num_rows: int = 0) -> tuple[IntArray | None, IntArray | None]:
+        """Shapes and bounds of the rows, with room for so many."""
+        column = self.block.column
+        if column.row_meta is None:
+            return None, None
+        return _longer(column.row_meta, num_rows), _longer(column.bounds, num_rows + 1)
+
+    def has_room(self, column: WireColumn, allocate: Allocate) -> bool:
+        """Whether this column, of the same layout, goes in. Buffers that are full are replaced by larger ones."""
+        own = self.block.column
+        rows, nbytes = own.rows + column.rows, own.data.nbytes + column.data.nbytes
+        if own.nbytes + column.nbytes > _TAIL_NBYTES or rows > _TAIL_ROWS:
+            return False
+        if nbytes > len(self._data):
+            try:
+                data = allocate(max(nbytes, min(_GROWTH * own.data.nbytes, _TAIL_NBYTES)))
+            except MemoryError:
+                return False
+            data[: own.data.nbytes] = own.data
+            self._data = data
+        if rows > len(self._slots):
+            self._slots = _longer(self.block.slots, _GROWTH * rows)
+            self._row_meta, self._bounds = self._sizes(_GROWTH * rows)
+        return True
+
+    def append(self, column: WireColumn, slots: NDArray[np.integer], run: Positions) -> int:
+        """Copy these rows to the end, where they ``has_room``. Returns the number of the first."""
+        block, own = self.block, self.block.column
+        first, start = own.rows, own.data.nbytes
+        rows, end = first + column.rows, start + column.data.nbytes
+        self._data[start:end] = column.data
+        self._slots[first:rows] = slots
+        row_meta = bounds = None
+        if column.row_meta is not None and self._row_meta is not None and self._bounds is not None:
+            self._row_meta[first:rows] = column.row_meta
+            self._bounds[first + 1 : rows + 1] = column.bounds[1:] + start
+            row_meta, bounds = self._row_meta[:rows], self._bounds[: rows + 1]
+        block.column = WireColumn(own.layout, rows, self._data[:end], row_meta, bounds)
+        block.slots = self._slots[:rows]
+        if block.first is not None and not (isinstance(run, slice) and run.start == block.first + first):
+            block.first = None
+        block.live += column.rows
+        block.live_nbytes += column.nbytes
+        return first
+
+
+def _longer(array: NDArray[Any], length: int) -> NDArray[Any]:
+    longer = np.empty((max(length, len(array)), *array.shape[1:]), array.dtype)
+    longer[: len(array)] = array
+    return longer
 
 
 class HeldBlocks:
@@ -96,7 +164,9 @@ class FieldBlocks:
         self.blocks: dict[int, Block] = {}
         """By their numbers."""
         self._free_numbers: list[int] = []
-        self._small: dict[Layout, dict[int, Block]] = {}
+        self._tails: dict[Layout, Tail] = {}
+        self._tail: Tail | None = None
+        """The one that was appended to last."""
 
     def has(self, block: Block) -> bool:
         return self.blocks.get(block.number) is block
@@ -104,20 +174,18 @@ class FieldBlocks:
     def spilled(self, block: Block, data: ByteArray) -> None:
         """All data of the block is now in the spill file, at ``data``."""
         block.column = block.column.moved_to(data)
-        self._leave_small(block)
         self._count_on_disk(block)
 
     def _count_on_disk(self, block: Block) -> None:
         self._held.in_memory.pop(block, None)
         block.on_disk = True
-        block.family = None
         self._held.spilled_nbytes += block.column.data.nbytes
 
-    def _gathered(self, selected: Sequence[tuple[WireColumn, Positions]], on_disk: bool) -> WireColumn:
-        """Copy these rows into one column. Raises MemoryError if there is no room for it."""
-        if not on_disk or self._held.file is None:
-            return gather(selected, self._held.allocate)
-        column = gather(selected)
+    def _copied(self, block: Block, rows: Positions) -> WireColumn:
+        """A copy of these rows; of those on disk, on disk. Raises MemoryError if there is no room for it."""
+        if not block.on_disk or self._held.file is None:
+            return gather([(block.column, rows)], self._held.allocate)
+        column = gather([(block.column, rows)])
         data = self._held.file.stored(column.data)
         if data is None:
             raise MemoryError
@@ -149,27 +217,28 @@ class FieldBlocks:
         Returns the slots that had no value, each once.
         """
         run = as_run(slots)
-        held = self._block_of[run] >= 0
-        if held.any():
+        held, once = self._block_of[run] >= 0, isinstance(run, slice)  # a slice has no repeated slots
+        fresh = slots if once else distinct(slots)
+        if 1 in held.tobytes():  # half the time of held.any() for a few
             self.delete(distinct(slots[held]))
-        fresh = distinct(slots[~held])
-        block = self._insert(slots, run, column)
-        if not isinstance(run, slice):  # a slice has no repeated slots
-            stale = np.flatnonzero(self._row_of[slots] != np.arange(column.rows))
+            fresh = distinct(slots[~held])
+        block, first = self._insert(slots, run, column)
+        if not once:
+            stale = np.flatnonzero(self._row_of[slots] != np.arange(first, first + column.rows))
             if len(stale):
-                self._kill(block, stale)
-        small = {} if block.family is None else self._small.get(block.family, {})
-        if len(small) >= _MERGE_BLOCKS:
-            self.rewrite(list(small.values()))
+                self._kill(block, first + stale)
         return fresh
 
     def whole(self, run: slice) -> tuple[WireColumn, slice] | None:
-        """Return the block without dead rows that holds these slots in order, and their rows in it; else None."""
+        """Return the block that holds these slots in order, and their rows in it; None if there is none."""
         block = self.blocks.get(self._block_of.item(run.start))
-        if block is None or block.first is None or block.live < block.column.rows:
+        if block is None or block.first is None:
             return None
         rows = slice(run.start - block.first, run.stop - block.first)
-        return (block.column, rows) if rows.stop <= block.column.rows else None
+        some_died = block.live < block.column.rows
+        if rows.stop > block.column.rows or (some_died and (self._block_of[run] != block.number).any()):
+            return None
+        return block.column, rows
 
     def located(self, slots: IntArray) -> list[tuple[WireColumn, IntArray, IntArray]]:
         """(block, positions in ``slots``, their rows in the block) for every block that holds some of these slots."""
@@ -188,7 +257,7 @@ class FieldBlocks:
         if block.on_disk and block.column.nbytes > SPILL_STEP_NBYTES * block.column.rows:
             return  # one row would be too long a step
         if block.live_nbytes <= self._step_of(block):
-            self.rewrite([block])
+            self.rewrite(block)
         elif block not in self._held.moving and not block.stays:
             block.left = 0
             self._held.moving[block] = self
@@ -202,7 +271,7 @@ class FieldBlocks:
         start, stop = block.left, self._step_end(block.column, block.left, self._step_of(block))
         rows = start + np.flatnonzero(self._lives(block, slice(start, stop)))
         block.left = stop
-        if len(rows) and not self._relocate([(block, as_run(rows))]):
+        if len(rows) and not self._relocate(block, as_run(rows)):
             del self._held.moving[block]
             block.stays = True
 
@@ -240,23 +309,66 @@ class FieldBlocks:
         lives: NDArray[np.bool_] = (self._block_of[slots] == block.number) & (self._row_of[slots] == numbers)
         return lives
 
-    def _insert(self, slots: NDArray[np.integer], run: Positions, column: WireColumn) -> Block:
-        number = self._free_numbers.pop() if self._free_numbers else len(self.blocks)
-        block = self.blocks[number] = Block(number, column, slots.astype(np.int32), run)
-        self._block_of[run] = number
-        self._row_of[run] = np.arange(column.rows)
+    def _insert(self, slots: NDArray[np.integer], run: Positions, column: WireColumn) -> tuple[Block, int]:
+        """Returns the block of these rows, and the number of the first one there."""
         held, file = self._held, self._held.file
+        on_disk = file is not None and file.holds(column.data)
+        tail = full = None
+        if column.nbytes < _SMALL_NBYTES and not on_disk:
+            tail = self._tail
+            if tail is None or tail.layout != column.layout or not tail.has_room(column, held.allocate):
+                column, tail, full = self._for_tail(column)
+        if tail is not None:
+            self._tail = tail
+            block, first = tail.block, tail.append(column, slots, run)
+        else:
+            number, first = self._free_numbers.pop() if self._free_numbers else len(self.blocks), 0
+            block = self.blocks[number] = Block(number, column, slots.astype(np.int32), run)
+            if on_disk:
+                self._count_on_disk(block)
+            elif column.nbytes < _SMALL_NBYTES:
+                self._tail = self._tails[column.layout.family] = Tail(block)
+            else:
+                self._may_spill(block)
         held.held_nbytes += column.nbytes
         held.live_nbytes += column.nbytes
-        if file is not None and file.holds(column.data):
-            self._count_on_disk(block)
-        elif file is not None and column.data.nbytes >= file.least_nbytes:
-            held.in_memory[block] = self
-        if block.family is not None:
-            self._small.setdefault(block.family, {})[number] = block
-        return block
+        self._block_of[run] = block.number
+        self._row_of[run] = np.arange(first, first + column.rows)
+        if full is not None and full.mostly_dead:
+            self.compact(full)
+        return block, first
+
+    def _for_tail(self, column: WireColumn) -> tuple[WireColumn, Tail | None, Block | None]:
+        """The column as it is stored, the tail that has room for it, and a block that is no tail any more.
+
+        A tail is of one dtype and rank. If the shapes of rows differ, it stores a shape for each.
+        """
+        family = column.layout.family
+        tail = self._tails.get(family)
+        if tail is None:
+            return column, None, None
+        if column.layout != tail.layout:
+            column = column.as_ragged()
+        if column.layout == tail.layout and tail.has_room(column, self._held.allocate):
+            return column, tail, None
+        self._close(tail.block)
+        return column, None, tail.block
+
+    def _close(self, block: Block) -> None:
+        """Nothing is appended to this block from now on."""
+        if block.is_tail:
+            block.is_tail = False
+            del self._tails[block.column.layout.family]
+            self._tail = None
+            self._may_spill(block)
+
+    def _may_spill(self, block: Block) -> None:
+        file = self._held.file
+        if file is not None and block.column.data.nbytes >= file.least_nbytes:
+            self._held.in_memory[block] = self
 
     def _remove(self, block: Block) -> None:
+        self._close(block)
         del self.blocks[block.number]
         held = self._held
         held.moving.pop(block, None)
@@ -266,38 +378,25 @@ class FieldBlocks:
         self._free_numbers.append(block.number)
         held.held_nbytes -= block.column.nbytes
         held.live_nbytes -= block.live_nbytes
-        self._leave_small(block)
 
-    def _leave_small(self, block: Block) -> None:
-        if block.family is not None:
-            small = self._small[block.family]
-            del small[block.number]
-            if not small:
-                del self._small[block.family]
+    def rewrite(self, block: Block) -> None:
+        """Copy its live rows to where there are no dead ones, and free it.
 
-    def rewrite(self, blocks: Sequence[Block]) -> None:
-        """Copy the live rows of these blocks, all of one family, into one new block.
-
-        Without memory they stay as they are: the dead rows take room, but nothing is wrong.
+        Without memory it stays as it is: the dead rows take room, but nothing is wrong.
         """
-        parts: list[tuple[Block, Positions]] = []
-        for block in blocks:
-            every = slice(0, block.column.rows)
-            parts.append((block, every if block.live == every.stop else np.flatnonzero(self._lives(block, every))))
-        self._relocate(parts)
+        every = slice(0, block.column.rows)
+        self._relocate(block, every if block.live == every.stop else np.flatnonzero(self._lives(block, every)))
 
-    def _relocate(self, parts: Sequence[tuple[Block, Positions]]) -> bool:
-        """Copy these live rows into one new block, and free blocks without others. False: there is no room for it."""
+    def _relocate(self, block: Block, rows: Positions) -> bool:
+        """Copy these live rows elsewhere, and free the block if it has no others. False: there is no room for it."""
         try:
-            column = self._gathered(
-                [(block.column, rows) for block, rows in parts], all(block.on_disk for block, _ in parts)
-            )
+            column = self._copied(block, rows)
         except MemoryError:
             return False
-        slots = np.concatenate([block.slots[rows] for block, rows in parts])
-        for block, rows in parts:
-            self._mark_dead(block, rows)
-            if not block.live:
-                self._remove(block)
+        slots = block.slots[rows]
+        self._close(block)
+        self._mark_dead(block, rows)
+        if not block.live:
+            self._remove(block)
         self._insert(slots, as_run(slots), column)
         return True

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from transfer_queue.calls import Holding, Until
@@ -77,7 +77,7 @@ class UncommittedWrite(Holding):
         return True
 
 
-class RowsToWrite(NamedTuple):
+class RowsToWrite(msgspec.Struct, frozen=True):
     """Rows for these indexes, as received. ``leased``: some columns lie in memory that was leased for them."""
 
     indexes: IntArray
@@ -90,11 +90,10 @@ class RowsToWrite(NamedTuple):
 
     def count_into(self, totals: dict[str, int], arena: Arena | None) -> None:
         """Add its bytes to those that came in messages (``message``) and in leased memory of the arena (``memory``)."""
-        memory = 0
-        if arena is not None and self.leased:
-            memory = sum(each.data.nbytes for _, _, each in self.columns if arena.offset_of(each.data) >= 0)
-        totals["memory"] += memory
-        totals["message"] += self.nbytes - memory
+        for _, _, column in self.columns:
+            in_arena = self.leased and arena is not None and arena.offset_of(column.data) >= 0
+            totals["memory"] += column.data.nbytes if in_arena else 0
+            totals["message"] += column.nbytes - (column.data.nbytes if in_arena else 0)
 
     def holds(self, values: Mapping[str, IntArray]) -> bool:
         """Return whether it has one of these values. ``values``: indexes by field."""
@@ -111,4 +110,4 @@ class RowsToWrite(NamedTuple):
                 columns.append((name, at, column))
             elif len(rows):
                 columns.append((name, as_run(np.arange(len(kept))[at][rows]), gather([(column, as_run(rows))])))
-        return self._replace(columns=columns)
+        return msgspec.structs.replace(self, columns=columns)

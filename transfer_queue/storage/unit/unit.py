@@ -136,8 +136,11 @@ class StorageUnit:
 
     def next_trim(self) -> float | None:
         """When ``trim`` has something to do."""
-        trims = [trim for arena in self._arenas if (trim := arena.next_trim()) is not None]
-        return min(trims, default=None)
+        first = None
+        for arena in self._arenas:
+            trim = arena.next_trim()
+            first = trim if first is None or (trim is not None and trim < first) else first
+        return first
 
     def trim(self, now: float) -> None:
         """The time is ``now``. Return memory that was free for a while."""
@@ -304,24 +307,22 @@ class StorageUnit:
         """A write that the front of this process publishes. If the put fails, its reservation deletes the values."""
         return self.write(call, request, self._store if request.fresh else self._keep_aside)
 
+    def takes_now(self, call: Call, columns: Columns) -> bool:
+        """Whether this write would not have to wait for room."""
+        return bool(columns.lease) or self._capacity is None or self._has_room(_frames_nbytes(call))
+
+    def store_new(self, call: Call, indexes: IntArray, columns: Columns) -> None:
+        """Store values of new samples, where ``takes_now``."""
+        self._store(call, self._unpacked(call, indexes, columns))
+
     def write(self, call: Call, request: Write, keep: Callable[[Call, RowsToWrite], None]) -> Reply | Wait:
         """Take the rows of a write, in the memory that it leased, or in its message as soon as there is room."""
-        columns = request.columns
-        if columns.lease:
-            # The lease ends whether or not the write succeeds, and may have been larger than what is kept.
-            held = self.calls.take(call.client, columns.lease, MemoryLease)
-            try:
-                return self._written(call, self._unpacked(call, request, held[0].extents[0] if held else None), keep)
-            finally:
-                for lease in held:
-                    lease.keep()
         # Unpacked before it may wait: a malformed write must fail in its own turn, not in that of another client.
-        rows = self._unpacked(call, request, None)
-        if self._capacity is None:
+        rows = self._unpacked(call, unpack_indexes(request.indexes), request.columns)
+        if rows.leased or self._capacity is None:
             return self._written(call, rows, keep)
-        fields = [header.field for header in columns.headers]
-        nbytes = sum(memoryview(frame).nbytes for frame in call.frames)
-        room = _Room(rows.indexes, fields, nbytes, request.wait_s)
+        fields = [header.field for header in request.columns.headers]
+        room = _Room(rows.indexes, fields, _frames_nbytes(call), request.wait_s)
         return self._when_room(call, room, partial(self._written, call, rows, keep))
 
     def _written(self, call: Call, rows: RowsToWrite, keep: Callable[[Call, RowsToWrite], None]) -> Reply:
@@ -352,13 +353,19 @@ class StorageUnit:
             self._uncommitted_nbytes -= uncommitted.write.nbytes
             self._freed()
 
-    def _unpacked(self, call: Call, request: Write, lease: ByteArray | None) -> RowsToWrite:
-        columns, indexes = request.columns, unpack_indexes(request.indexes)
-        if any(header.selection >= 0 for header in columns.headers):
-            raise ProtocolError("a write names rows out of order: what is stored lies back to back.")
-        view = None if not columns.lease else self._carved(columns, lease)
-        stored = unpack_columns(columns.headers, columns.tables, call.frames, len(indexes), view)
-        return RowsToWrite(indexes, stored, view is not None)
+    def _unpacked(self, call: Call, indexes: IntArray, columns: Columns) -> RowsToWrite:
+        """The rows of a write. Its lease ends whether or not it succeeds; it may have been larger than what is kept."""
+        held = self.calls.take(call.client, columns.lease, MemoryLease) if columns.lease else []
+        try:
+            for header in columns.headers:
+                if header.selection >= 0:
+                    raise ProtocolError("a write names rows out of order: what is stored lies back to back.")
+            view = self._carved(columns, held[0].extents[0] if held else None) if columns.lease else None
+            stored = unpack_columns(columns.headers, columns.tables, call.frames, len(indexes), view)
+            return RowsToWrite(indexes, stored, view is not None)
+        finally:
+            for lease in held:
+                lease.keep()
 
     def _carved(self, columns: Columns, extent: ByteArray | None) -> Callable[[int, int], ByteArray]:
         """Carve the columns' memory out of the lease."""
@@ -462,7 +469,7 @@ class StorageUnit:
                 f"a put of {nbytes} bytes can never fit storage unit {self.name!r} of {self._capacity} bytes. "
                 f"Put fewer samples at once, or give the queue more memory."
             )
-        if nbytes <= self._free() and not (self.calls.waits.count and self.calls.waits.has(_MEMORY)):
+        if self._has_room(nbytes):
             return carry_out()
 
         def answer(wait: Wait, has_turn: bool) -> Reply | None:
@@ -477,6 +484,10 @@ class StorageUnit:
         size = max(0, nbytes - (self._blocks.replaced_nbytes(indexes, fields) if len(indexes) else 0))
         self._blocks.look_for_disk()
         return _ForRoom(_MEMORY, self.calls.now + wait_s, answer, size=size, room=room)
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether so much fits now, and nothing waits that must come first."""
+        return nbytes <= self._free() and not (self.calls.waits.count and self.calls.waits.has(_MEMORY))
 
     @property
     def _taken_nbytes(self) -> int:
@@ -529,6 +540,13 @@ class StorageUnit:
             f"{self._capacity} bytes{spilled}. "
             f"Clear consumed samples sooner, raise the capacity, or raise put_timeout_s."
         )
+
+
+def _frames_nbytes(call: Call) -> int:
+    nbytes = 0
+    for frame in call.frames:
+        nbytes += frame.nbytes
+    return nbytes
 
 
 def _cleared(wait: Wait, has_turn: bool) -> Reply:
