@@ -24,10 +24,11 @@ from transfer_queue.errors import (
     UnknownPartitionError,
 )
 from transfer_queue.metadata import BatchMeta, extract_field_schema
+from transfer_queue.metadata.field_schema import described_rows
 from transfer_queue.metadata.meta_rows import pick
 from transfer_queue.storage.base import InFront, StorageManager
 from transfer_queue.storage.number_lists import number_column
-from transfer_queue.storage.pack import named_columns, values_of
+from transfer_queue.storage.pack import FoundColumns, named_columns, values_of
 from transfer_queue.storage.unpack import DataParser, parsed_rows
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.logging_utils import get_logger
@@ -142,7 +143,7 @@ class WriteTransaction:
 class Puts(ClientBase):
     """``async_put``, and the transaction that other writing verbs share."""
 
-    async def write(self, begin: Begin, rows: TensorDict | None, tags: RowTags) -> p.Reply:
+    async def write(self, begin: Begin, rows: TensorDict | FoundColumns | None, tags: RowTags) -> p.Reply:
         """Carry out one write; ``begin.fields`` describes ``rows``, and its number is not used."""
         storage = self.storage_manager
         columns = None if rows is None or not len(rows.keys()) else storage.prepare(rows)
@@ -246,13 +247,14 @@ class Puts(ClientBase):
         self, rows: TensorDict, partition: str, tags: RowTags, role: p.Members | None = None
     ) -> BatchMeta:
         """New samples, which may become members of a leased group."""
-        schema, count = extract_field_schema(rows), int(rows.batch_size[0])
+        columns = FoundColumns(rows)
+        schema, count = described_rows(columns)
         wait_s = await self.put_timeout_s()
         begin = p.Reserve(0, partition, count, to_specs(schema), wait_s, role)
-        reserved = await self.write(begin, rows, tags)
+        reserved = await self.write(begin, columns, tags)
         assert isinstance(reserved, p.Reserved)
-        meta = BatchMeta(p.unpack_indexes(reserved.indexes).tolist(), [partition] * count)
-        meta.add_described(schema)
+        meta = BatchMeta(p.unpack_indexes(reserved.indexes).tolist(), [partition] * count, None, [1] * count)
+        meta.field_schema = schema
         if tags:
             meta.update_custom_meta([tags.get(row) for row in range(count)])
             meta.mark_custom_meta_clean()

@@ -111,11 +111,13 @@ class BatchMeta(Annotations):
         self.global_indexes = as_ints(global_indexes) if global_indexes is not None else []
         self.partition_ids = list(partition_ids) if partition_ids is not None else []
         size = len(self.global_indexes)
-        check_length("partition_ids", self.partition_ids, size)
-        check_length("production_status", production_status, size)
-        check_length("custom_meta", custom_meta, size)
-        check_length("_custom_backend_meta", _custom_backend_meta, size)
-        check_length("padding_mask", padding_mask, size)
+        for name, rows in (
+            ("partition_ids", self.partition_ids), ("production_status", production_status),
+            ("custom_meta", custom_meta), ("_custom_backend_meta", _custom_backend_meta),
+            ("padding_mask", padding_mask),
+        ):  # fmt: skip
+            if rows is not None and len(rows) != size:
+                check_length(name, rows, size)
         status = np.zeros(size) if production_status is None else production_status
         self.production_status = np.array(status, dtype=np.int8)
         self.custom_meta = [{} for _ in range(size)] if custom_meta is None else list(map(dict, custom_meta))
@@ -123,7 +125,7 @@ class BatchMeta(Annotations):
             [{} for _ in range(size)] if _custom_backend_meta is None else list(map(dict, _custom_backend_meta))
         )
         self._padding = [False] * size if padding_mask is None else list(map(bool, padding_mask))
-        self.field_schema = normalized(field_schema or {}, size)
+        self.field_schema = normalized(field_schema, size) if field_schema else {}
         self.extra_info = dict(extra_info or {})
         self.token = token
         self.batch_index = batch_index

@@ -34,13 +34,13 @@ def extract_field_schema(data: TensorDictBase) -> Schema:
     return described_rows(data)[0]
 
 
-def described_rows(data: TensorDictBase) -> tuple[Schema, int]:
-    """(``extract_field_schema``, number of rows)."""
-    columns = _columns(data)
-    lengths = {name: _length(name, column) for name, column in columns.items()}
-    known = [*data.batch_size[:1], *(length for length in lengths.values() if length is not None), 0]
-    num_rows = known[0]  # the batch size, or the length of its columns if it was made without one
-    for name, length in lengths.items():
+def described_rows(data: Any) -> tuple[Schema, int]:
+    """(``extract_field_schema``, number of rows). ``data``: a TensorDict, or a dict with a ``batch_size``."""
+    columns, schema = _columns(data), {}
+    num_rows = data.batch_size[0] if data.batch_size else None
+    for name, column in columns.items():
+        length = _length(name, column)
+        num_rows = length if num_rows is None else num_rows  # that of its columns, if it was made without a batch size
         if length is not None and length != num_rows:
             raise InvalidRequestError(
                 f"Inconsistent batch dimension: field {name!r} has {length} rows, the batch has {num_rows}. "
@@ -48,10 +48,14 @@ def described_rows(data: TensorDictBase) -> tuple[Schema, int]:
             )
     if not num_rows:
         return {}, 0
-    return {str(name): _describe(column) for name, column in columns.items()}, num_rows
+    for name, column in columns.items():
+        schema[str(name)] = _describe(column)
+    return schema, num_rows
 
 
-def _columns(data: TensorDictBase) -> dict[str, Any]:
+def _columns(data: Any) -> Mapping[str, Any]:
+    if isinstance(data, dict):
+        return data
     from tensordict import LazyStackedTensorDict
 
     # A lazy stack with rows of different shapes raises on plain access, and data[name] unwraps object columns to lists.

@@ -37,7 +37,7 @@ class Peer(NamedTuple):
     address: str
 
 
-class PeerCall(NamedTuple):
+class PeerCall(msgspec.Struct, frozen=True):
     """One request to one peer: a short encoded header, and the values' buffers.
 
     ``number`` is its own among all calls of the caller; the answer comes with it.

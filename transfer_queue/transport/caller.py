@@ -234,6 +234,7 @@ class SocketCaller:
         borrowed: list[Connection] = []
         sent: dict[int, tuple[Connection, PeerCall]] = {}
         replies: dict[int, Message] = {}
+        late: dict[int, Connection] = {}
         waiter = object()
         try:
             self._blocked.add(waiter)
@@ -243,17 +244,19 @@ class SocketCaller:
             for call in calls:
                 connection = self._borrow(call.peer, borrowed)
                 sent[call.number] = (connection, call)
+                late[call.number] = connection
                 connection.send(call.number, call.header, call.frames)
             await pause()
             deadline = time.monotonic() + timeout_s
-            while late := [connection for number, (connection, _) in sent.items() if number not in replies]:
-                arrived = wait_for_some(set(late), wake, min(deadline, time.monotonic() + look()))
+            while late:
+                arrived = wait_for_some(set(late.values()), wake, min(deadline, time.monotonic() + look()))
                 for message in arrived:
-                    if message.number in sent:
+                    if late.pop(message.number, None) is not None:
                         replies[message.number] = message
                 if not arrived and time.monotonic() >= deadline:
-                    raise silent(late[0].peer, timeout_s, late[0].reached)
-            return [replies[number] for number in sent]
+                    first = next(iter(late.values()))
+                    raise silent(first.peer, timeout_s, first.reached)
+            return list(map(replies.__getitem__, sent))
         except BaseException:
             for connection, call in sent.values():
                 revoke(connection, call.cancel)

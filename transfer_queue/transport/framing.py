@@ -64,10 +64,14 @@ def encode(number: int, header: bytes, frames: Sequence[Buffer] = ()) -> list[Bu
     """The buffers to send in order; frames are not copied."""
     if not frames:
         return [_PREFIX.pack(_MARK, len(header), number, 0) + header]
-    flat = [memoryview(frame) for frame in frames]
-    sizes = array("Q", [view.nbytes for view in flat]).tobytes()
-    head = _PREFIX.pack(_MARK, len(header), number, len(flat)) + sizes + header
-    return [head, *(view.cast("B") for view in flat if view.nbytes)]
+    views, sizes = [], array("Q")
+    for frame in frames:
+        view = memoryview(frame)
+        sizes.append(view.nbytes)
+        if view.nbytes:
+            views.append(view.cast("B"))
+    head = _PREFIX.pack(_MARK, len(header), number, len(sizes)) + sizes.tobytes() + header
+    return [head, *views]
 
 
 class _Buffers:

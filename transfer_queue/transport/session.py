@@ -91,9 +91,10 @@ class Session:
         Args:
             keep: The servers keep the answers until ``done``, because more steps follow.
         """
-        confirmed = {peer.address: self._to_tell(peer) for peer, _, _ in asks}
-        calls = []
+        confirmed, calls = dict[str, tuple[list[int], list[int]]](), []
         for peer, request, frames in asks:
+            if peer.address not in confirmed:
+                confirmed[peer.address] = self._to_tell(peer)
             # A publish can't be reverted. Its answer stays, so that the caller can ask for the outcome.
             cancel = None if isinstance(request, p.Publish) else partial(self._cancel_of, request)
             calls.append(
@@ -147,7 +148,8 @@ class Session:
         Raises:
             QueueUnreachableError: no server answers at the address.
         """
-        self.follow_fork()
+        if self._pid != os.getpid():
+            self.follow_fork()
         if self._config is None:
             self._config = await self._greet()
         return self._config

@@ -57,8 +57,12 @@ class UnitWrite:
 
     def _sizes_in_arena(self, inline_nbytes: int) -> dict[str, int]:
         """Bytes of the fields that go to the arena; none if frames are cheaper, or without an arena."""
-        sizes = {name: column.nbytes_of(self._rows) for name, column in self._columns.items()}
-        if sum(sizes.values()) <= inline_nbytes or self._arena is None:
+        sizes: dict[str, int] = {}
+        if self._arena is None:
+            return sizes
+        for name, column in self._columns.items():
+            sizes[name] = column.nbytes_of(self._rows)
+        if sum(sizes.values()) <= inline_nbytes:
             return {}
         least = least_in_arena(inline_nbytes)
         return {name: nbytes for name, nbytes in sizes.items() if nbytes >= least}
