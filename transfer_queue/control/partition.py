@@ -121,7 +121,10 @@ class Partition:
         """These rows are new, and belong to one put."""
         self._allocator.num_used += count
         self.num_puts += 1
-        self.table.mark_put(at, count, self.num_puts)
+        if count > 1:  # it is 0 already
+            self.table.column("put_offset")[at] = np.arange(count)
+        self.table.column("put_size")[at] = count
+        self.table.column("put_number")[at] = self.num_puts
 
     @property
     def takes_whole_puts(self) -> bool:
@@ -140,7 +143,8 @@ class Partition:
         if tags:
             self.set_tags(tags, merge=True)
         self._count_live(count)
-        self.seal_if_complete()
+        if self.num_samples is not None:
+            self.seal_if_complete()
         self._written(rows, specs, now)
 
     def make_free(self, count: int) -> None:

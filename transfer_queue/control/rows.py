@@ -84,6 +84,7 @@ class RowTable:
 
     def __init__(self) -> None:
         self.size = 0
+        self.capacity = _MIN_ROWS
         self.num_dead = 0
         self.copies = PendingCopies()
         self._columns: dict[str, npt.NDArray[Any]] = {}
@@ -92,10 +93,6 @@ class RowTable:
         self.add_column("put_offset", np.int32)
         self.add_column("put_size", np.int32)
         self.add_column("put_number", np.int32)
-
-    @property
-    def capacity(self) -> int:
-        return len(self._columns["index"]) if self._columns else _MIN_ROWS
 
     def add_column(self, name: str, dtype: Any, width: int | None = None) -> None:
         """Add a column that is 0, or None for objects, in every present and future row."""
@@ -126,7 +123,7 @@ class RowTable:
         may change there.
         """
         copy = RowTable()
-        copy.size, copy.num_dead = self.size, self.num_dead
+        copy.size, copy.capacity, copy.num_dead = self.size, self.size, self.num_dead
         for name, column in self._columns.items():
             if column.dtype != np.object_:
                 copy._columns[name] = column[: self.size] if name in _FIXED else column[: self.size].copy()
@@ -143,14 +140,6 @@ class RowTable:
         self._columns["state"][start:stop] = state
         return np.arange(start, stop)
 
-    def mark_put(self, rows: Rows | slice, count: int, number: int) -> None:
-        """These rows are those of one put."""
-        columns = self._columns
-        if count > 1:  # it is 0 already
-            columns["put_offset"][rows] = np.arange(count)
-        columns["put_size"][rows] = count
-        columns["put_number"][rows] = number
-
     def _grow(self, needed: int) -> None:
         capacity = max(needed, self.capacity + self.capacity // 2, _MIN_ROWS)
         for name, column in self._columns.items():
@@ -161,6 +150,7 @@ class RowTable:
             grown = _empty((capacity, *column.shape[1:]), column.dtype)
             grown[: self.size] = column[: self.size]
             self._columns[name] = grown
+        self.capacity = capacity
 
     def find(self, indexes: Indexes) -> tuple[Rows, npt.NDArray[np.bool_]]:
         """(rows, found): found is False if the partition has no such live row; its row number is then 0."""
@@ -188,7 +178,7 @@ class RowTable:
             kept = _empty((capacity, *column.shape[1:]), column.dtype)
             column.take(alive, axis=0, out=kept[:size], mode="clip")  # any other mode goes by way of a copy
             self._columns[name] = kept
-        self.size, self.num_dead = size, 0
+        self.size, self.capacity, self.num_dead = size, capacity, 0
 
 
 def _empty(shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:

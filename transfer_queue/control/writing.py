@@ -203,7 +203,7 @@ def check(state: PlaneState, request: Writer) -> int:
         _check_groups(state, request, request.role, partition)
     if partition is None:
         return count
-    if count and not (isinstance(request, p.Reserve) and request.role is not None):
+    if partition.sealed and count and not (isinstance(request, p.Reserve) and request.role is not None):
         partition.check_open(count)
     if not isinstance(request, p.Insert):
         num_rows = len(request.keys) if isinstance(request, p.ResolveKeys) else count

@@ -123,8 +123,8 @@ class TcpListener:
         except FramingError:  # it never was a client
             self._end(route)
             return
-        for number, header, frames in messages:
-            self._server.deliver(Envelope(route.client, number, route), header, frames)
+        for message in messages:
+            self._server.deliver(Envelope(route.client, message.number, route), message.header, message.frames)
 
     def _welcome(self, address: bytes, kind: bytes, parts: Sequence[zmq.Frame]) -> None:
         if kind == HELLO and len(parts) == 4 and parts[2].bytes == VERSION:

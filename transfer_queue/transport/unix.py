@@ -138,15 +138,15 @@ class UnixRoute:
 
     def _take(self, messages: list[Message]) -> None:
         server = self._listener.server
-        for number, header, frames in messages:
+        for message in messages:
             if self._client is None:
-                self._client = header.decode(errors="replace")
+                self._client = message.header.decode(errors="replace")
                 server.joined(self._client, self)
-            elif number == CONFIRM:
-                server.deliver(Envelope(self._client, NOBODY_WAITS, self), header, frames)
+            elif message.number == CONFIRM:
+                server.deliver(Envelope(self._client, NOBODY_WAITS, self), message.header, message.frames)
                 self.send(Outgoing(Envelope(self._client, CONFIRM, self), b""))
             else:
-                server.deliver(Envelope(self._client, number, self), header, frames)
+                server.deliver(Envelope(self._client, message.number, self), message.header, message.frames)
 
     def send(self, answer: Outgoing) -> None:
         if answer.envelope.number == NOBODY_WAITS or self._socket.fileno() < 0:

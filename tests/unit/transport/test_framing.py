@@ -67,7 +67,7 @@ def received(inbound: Inbound, pipe: Pipe) -> list[Message]:
 
 
 def plain(messages: list[Message]) -> list[tuple[int, bytes, list[bytes]]]:
-    return [(number, header, [bytes(frame) for frame in frames]) for number, header, frames in messages]
+    return [(each.number, each.header, [bytes(frame) for frame in each.frames]) for each in messages]
 
 
 SIZES = st.one_of(st.integers(0, 40), st.sampled_from([1 << 14, (1 << 14) - 1, 40_000, 100_000]))

@@ -309,7 +309,7 @@ class StorageUnit:
 
     def takes_now(self, call: Call, columns: Columns) -> bool:
         """Whether this write would not have to wait for room."""
-        return bool(columns.lease) or self._capacity is None or self._has_room(_frames_nbytes(call))
+        return bool(columns.lease) or self._has_room(_frames_nbytes(call))
 
     def store_new(self, call: Call, indexes: IntArray, columns: Columns) -> None:
         """Store values of new samples, where ``takes_now``."""
@@ -487,11 +487,13 @@ class StorageUnit:
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether so much fits now, and nothing waits that must come first."""
-        return nbytes <= self._free() and not (self.calls.waits.count and self.calls.waits.has(_MEMORY))
+        fits = self._capacity is None or nbytes <= self._capacity - self._taken_nbytes
+        return fits and not (self.calls.waits.count and self.calls.waits.has(_MEMORY))
 
     @property
     def _taken_nbytes(self) -> int:
-        return self._blocks.memory_nbytes + self._leased_nbytes + self._uncommitted_nbytes
+        blocks = self._blocks
+        return blocks.held_nbytes - blocks.spilled_nbytes + self._leased_nbytes + self._uncommitted_nbytes
 
     def _free(self) -> int:
         return 2**62 if self._capacity is None else self._capacity - self._taken_nbytes
