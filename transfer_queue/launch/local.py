@@ -20,11 +20,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from transfer_queue.config import FullConfig, to_plain, typed
 from transfer_queue.errors import ConfigError, LaunchError, RemoteError, SamplerError, from_wire
-from transfer_queue.launch.directories import remove_directory, short_directory
+from transfer_queue.launch.directories import short_directory
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.sampler.registry import as_sampler
 from transfer_queue.server.orders import Orders
 from transfer_queue.storage.backends import StorageBootstrapProvider, is_of_units, path_of, resolve
+from transfer_queue.storage.locked_directories import remove_directory
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.utils.enum_utils import Role
 from transfer_queue.utils.logging_utils import get_logger
