@@ -161,7 +161,7 @@ def _rows(name: str, value: Any, samples: int) -> Any:
     if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim:
         count = value.size(0) if isinstance(value, torch.Tensor) else len(value)  # len() fails for some nested tensors
     elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        count, value = len(value), NonTensorStack(*value)
+        count, value = len(value), _joined(value)
     if count != samples:
         what = f"a single {type(value).__name__}" if count is None else f"{count} rows"
         raise InvalidRequestError(
@@ -169,3 +169,15 @@ def _rows(name: str, value: Any, samples: int) -> Any:
             f"tensor of shape [{samples}, ...], a nested tensor, or a list."
         )
     return value
+
+
+def _joined(rows: Sequence[Any]) -> Any:
+    """One tensor, where these are tensors of one dtype and rank; otherwise they stay objects."""
+    if not all(isinstance(row, torch.Tensor) and not row.is_nested for row in rows):
+        return NonTensorStack(*rows)
+    if len({(row.dtype, row.ndim) for row in rows}) > 1:
+        return NonTensorStack(*rows)
+    if len({row.shape for row in rows}) == 1:
+        return torch.stack(list(rows))
+    only_lengths = len({row.shape[1:] for row in rows}) == 1
+    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged if only_lengths else torch.strided)
