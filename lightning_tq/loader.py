@@ -97,8 +97,6 @@ class StreamReader:
         # Set by the run or by a callback.
         self.device_copies: SideStream | None = None
         """Starts the copy of each delivered batch to the device."""
-        self.on_partition: Callable[[str], None] | None = None
-        """Called with the partition that an iterator starts to read."""
         self.before_batch: Callable[[], None] | None = None
         """Called before the stream waits for a batch, when the iterator has started."""
 
@@ -188,8 +186,6 @@ class StreamReader:
         epoch = self._run.epoch
         resumed_in = self.progress.resumes_in(epoch)
         name = self._run.partition_of(self) if resumed_in is None else resumed_in
-        if self.on_partition is not None:
-            self.on_partition(name)
         replays = self.replay and resumed_in is None
         # An ack covers all earlier batches, so the task can't read the first ones again.
         acked = 0 if replays or self.stage != "train" else self._statistic(name, "settled")

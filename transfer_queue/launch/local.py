@@ -123,10 +123,6 @@ class LocalQueue(Servers):
         memory = storage.host_bytes(self._hosts)
         capacity = None if memory is None else max(1, memory // count)
         warn_of_memory(memory)
-        if storage.memory == "auto" and storage.capacity_bytes is None:
-            _log.info(
-                "the queue holds at most %.1f GiB of values (backend.SimpleStorage.memory)", (memory or 0) / 2**30
-            )
         units = {f"unit{n}": self._socket(_CONTROLLER if together else f"unit{n}") for n in range(count)}
         others = {} if together else {name: self._spawn() for name in units}
         # It ends before the units do, because it still reports ended clients to them.
