@@ -156,7 +156,7 @@ def put_back(client: TransferQueueClient, meta: BatchMeta, values: Mapping[str, 
 
 
 def _rows(name: str, value: Any, samples: int) -> Any:
-    """The value as a column, checked to have one row per sample."""
+    """The value as a column on this host, without a graph, checked to have one row per sample."""
     count = None
     if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim:
         count = value.size(0) if isinstance(value, torch.Tensor) else len(value)  # len() fails for some nested tensors
@@ -168,7 +168,7 @@ def _rows(name: str, value: Any, samples: int) -> Any:
             f"field {name!r} has {what} for the {samples} samples of the batch. Write one row per sample: a "
             f"tensor of shape [{samples}, ...], a nested tensor, or a list."
         )
-    return value
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _joined(rows: Sequence[Any]) -> Any:
