@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -98,8 +97,6 @@ class StreamReader:
         # Set by the run or by a callback.
         self.device_copies: SideStream | None = None
         """Starts the copy of each delivered batch to the device."""
-        self.on_partition: Callable[[str], None] | None = None
-        """Called with the partition that an iterator starts to read."""
         self.before_batch: Callable[[], None] | None = None
         """Called before the stream waits for a batch, when the iterator has started."""
 
@@ -113,7 +110,9 @@ class StreamReader:
         self._unfetched: UnfetchedBatch | None = None
         self._just_acked: list[str] = []
         self._told: tuple[str, int] | None = None
-        self._iterator: StreamIterator | None = None
+        self._start: Callable[[], Iterator[Any]] | None = None
+        """Of the current iterator. None: there is none."""
+        self._items: Any = None
         self.dataset = ReaderDataset(
             config=run.conf, data_fields=stream.fields, partition_id="", task_name=stream.task,
             dp_rank=run.topology.dp_rank, **self._sizes, sampling_config=stream.sampling_config,
@@ -150,19 +149,43 @@ class StreamReader:
 
     # ---- iterators ----
 
-    def iterate(self, start: Callable[[], Iterator[Any]]) -> StreamIterator:
-        """A new iterator; it ends the previous one. ``start`` returns the loader's items from the cursor on."""
+    def iterate(self, start: Callable[[], Iterator[Any]]) -> Iterator[TQBatch | UnfetchedBatch]:
+        """A new iterator; it ends the previous one. ``start`` returns the loader's items from the cursor on.
+
+        It chooses its start at the first ``next``, when Lightning knows its epoch.
+        """
         self.close_iterator()
-        self._iterator = StreamIterator(self, start)
-        return self._iterator
+        self._start = start
+        return self._batches(start)
+
+    def _batches(self, start: Callable[[], Iterator[Any]]) -> Iterator[TQBatch | UnfetchedBatch]:
+        while self._start is start:
+            try:
+                batch = self._next_batch()
+            except StopIteration:
+                return
+            yield batch
+            del batch  # otherwise it would stay alive while waiting for the next one
+
+    def _current_items(self) -> Any:
+        """What the loader yields."""
+        if self._items is None:
+            assert self._start is not None
+            self.move_cursor()
+            self._items = self._start()
+        return self._items
+
+    def _end_items(self) -> None:
+        """Stop prefetching."""
+        items, self._items = self._items, None
+        if items is not None:
+            items.close()
 
     def move_cursor(self) -> None:
         """Move the dataset's cursor to where an iterator that starts now begins."""
         epoch = self._run.epoch
         resumed_in = self.progress.resumes_in(epoch)
         name = self._run.partition_of(self) if resumed_in is None else resumed_in
-        if self.on_partition is not None:
-            self.on_partition(name)
         replays = self.replay and resumed_in is None
         # An ack covers all earlier batches, so the task can't read the first ones again.
         acked = 0 if replays or self.stage != "train" else self._statistic(name, "settled")
@@ -171,7 +194,7 @@ class StreamReader:
         start = self.progress.begin(first, replays, self._run.partitions_at_start)
         self.dataset.load_state_dict(start.as_dict())
 
-    def next_batch(self, iterator: StreamIterator) -> TQBatch | UnfetchedBatch:
+    def _next_batch(self) -> TQBatch | UnfetchedBatch:
         """Wait for a batch. Raises the error that ended the run, or StopIteration at the end of the stream."""
         self.tell_trained()
         unfetched, self._unfetched = self._unfetched, None
@@ -179,21 +202,21 @@ class StreamReader:
             unfetched.fetch()
         is_ahead = self.stage == "train" and self.progress.taken > self.progress.trained
         if is_ahead and self._run.ends_before_next(self):
-            self._unfetched = UnfetchedBatch(partial(self._wait_for_batch, iterator))
+            self._unfetched = UnfetchedBatch(self._wait_for_batch)
             return self._unfetched
-        return self._wait_for_batch(iterator)
+        return self._wait_for_batch()
 
-    def _wait_for_batch(self, iterator: StreamIterator) -> TQBatch:
+    def _wait_for_batch(self) -> TQBatch:
         self._run.watchdog.check()
         if not self.progress.taken and self._training_ends():
-            iterator.close()  # Lightning asks for a batch even if the checkpoint was saved at the end of training
+            self.close_iterator()  # Lightning asks for a batch even if the checkpoint was saved at the end of training
             raise StopIteration
         started = self.waiting_since = time.perf_counter()
         try:
-            return self._delivered(iterator)
+            return self._delivered()
         except StopIteration:
             self._run.watchdog.check()  # a stopped stream also ends
-            iterator.close()
+            self.close_iterator()
             self._ended()
             raise
         finally:
@@ -203,8 +226,8 @@ class StreamReader:
     def _training_ends(self, epochs_ahead: int = 0) -> bool:
         return self.stage == "train" and self._run.training_ends(epochs_ahead)
 
-    def _delivered(self, iterator: StreamIterator) -> TQBatch:
-        data, meta, *heads = self._next_item(iterator)
+    def _delivered(self) -> TQBatch:
+        data, meta, *heads = self._next_item()
         position = Position(**self.dataset.state_dict(), epoch=self.progress.epoch, **self._sizes)
         batch = TQBatch(data, meta, position, *heads)
         if self.device_copies is not None:
@@ -212,9 +235,9 @@ class StreamReader:
         self.progress.deliver(position, [] if position.micro_batch else [meta])
         return batch
 
-    def _next_item(self, iterator: StreamIterator) -> Any:
+    def _next_item(self) -> Any:
         try:
-            items = iterator.items  # the first access starts it
+            items = self._current_items()  # the first access starts it
             if self.progress.taken == self.stream.num_batches:
                 raise StopIteration
             if self.before_batch is not None:
@@ -226,8 +249,8 @@ class StreamReader:
         # Resumed at the very end of an epoch. Lightning asks only once, before it counts that epoch as done.
         self._run.watchdog.check()
         self._run.begin_next_epoch()
-        iterator.restart()
-        return next(iterator.items)
+        self._end_items()
+        return next(self._current_items())
 
     def _has_next_epoch(self) -> bool:
         """After a resume at the end of an epoch: whether the next epoch has samples to train."""
@@ -298,9 +321,9 @@ class StreamReader:
     # ---- ending ----
 
     def close_iterator(self) -> None:
-        iterator, self._iterator = self._iterator, None
-        if iterator is not None:
-            iterator.close()
+        """Idempotent."""
+        self._start = None
+        self._end_items()
 
     def close(self) -> None:
         """End the current iterator and leave the queue."""
@@ -351,37 +374,3 @@ class StreamLoader(StreamingDataLoader):
         """The next iterator starts at this position."""
         if state:
             self.reader.progress.restore(Position.from_dict(state, self.reader.label))
-
-
-class StreamIterator(Iterator[TQBatch | UnfetchedBatch]):
-    """The current iterator of a loader. It chooses its start at the first ``next``, when Lightning knows its epoch."""
-
-    def __init__(self, reader: StreamReader, start: Callable[[], Iterator[Any]]) -> None:
-        self._reader = reader
-        self._start: Callable[[], Iterator[Any]] | None = start
-        self._items: Any = None
-
-    def __next__(self) -> TQBatch | UnfetchedBatch:
-        if self._start is None:
-            raise StopIteration
-        return self._reader.next_batch(self)
-
-    @property
-    def items(self) -> Any:
-        """What the loader yields."""
-        if self._items is None:
-            assert self._start is not None
-            self._reader.move_cursor()
-            self._items = self._start()
-        return self._items
-
-    def restart(self) -> None:
-        """Begin with the next epoch at the next item."""
-        items, self._items = self._items, None
-        if items is not None:
-            items.close()
-
-    def close(self) -> None:
-        """Stop prefetching. Idempotent."""
-        self._start = None
-        self.restart()

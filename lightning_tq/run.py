@@ -7,7 +7,6 @@ import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from weakref import WeakKeyDictionary
 
@@ -115,11 +114,7 @@ class Run:
         return cls._active.get(trainer)
 
     def has_no_producers(self, entry: str, are_configured: bool) -> None:
-        """Note that no producer of the data module runs in this entry point, so that a stream may wait forever.
-
-        Outside a fit, where hooks rarely put samples, each partition that was not there at the start is reported when
-        a stream starts to read it.
-        """
+        """Note that no producer of the data module runs in this entry point, so that a stream may wait forever."""
         if are_configured:
             stages = sorted({"fit", entry})
             why = f"The producers of this data module don't run in {entry}: set Producer(stages={stages})."
@@ -130,22 +125,6 @@ class Run:
             )
         cleared = " An earlier fit of this process may have cleared it." if self._follows_a_fit else ""
         self._hints.note = f"{why}{cleared}"
-        known = self.partitions_at_start
-        if entry == "fit" or not (known or are_configured):
-            return
-        shown = list_names(self._shown_at_start)
-        holds = f"The queue holds {shown}." if shown else "The queue is empty."
-
-        def warn(reader: StreamReader, name: str) -> None:
-            if name not in known:
-                self._warn_once(
-                    f"missing {name}",
-                    f"stream {reader.label!r} ({reader.stream.partition!r}) reads partition {name!r}, which is not in "
-                    f"the queue, and waits until a producer fills it. {holds}{f' {why}' if are_configured else ''}",
-                )
-
-        for reader in self.readers.values():
-            reader.on_partition = partial(warn, reader)
 
     def of_stage(self, stage: str) -> list[StreamReader]:
         return [reader for reader in self.readers.values() if reader.stage == stage]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -15,9 +16,7 @@ class BackgroundWorker(Generic[Item]):
 
     def __init__(self, name: str, work: Callable[[Item], None]) -> None:
         self._work = work
-        self._changed = threading.Condition()
-        self._waiting: Item | None = None
-        self._busy = False
+        self._waiting: queue.Queue[Item | None] = queue.Queue(1)
         self._stopped = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -31,55 +30,48 @@ class BackgroundWorker(Generic[Item]):
         Returns:
             The replaced item.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: replace or self._waiting is None or self._error is not None)
-            self._raise()
-            replaced, self._waiting = self._waiting, item
-            self._changed.notify_all()
-            return replaced
+        self.check()
+        replaced = self._take_back() if replace else None
+        self._waiting.put(item)
+        if self._error is not None:  # of the work on the item before, while this one waited for its place
+            self._take_back()
+            self.check()
+        return replaced
 
     def check(self) -> None:
         """Raise what the work raised, once."""
-        with self._changed:
-            self._raise()
-
-    def flush(self) -> None:
-        """Wait until all work is done, and raise what it raised. The work must have its own deadlines."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or not (self._busy or self._waiting is not None))
-            self._raise()
-
-    def stop(self, timeout_s: float) -> None:
-        """Start no more work, and wait up to ``timeout_s`` for the current item. Idempotent."""
-        with self._changed:
-            self._stopped, self._waiting = True, None
-            self._changed.notify_all()
-        self._thread.join(timeout_s)
-
-    def _raise(self) -> None:
         error, self._error = self._error, None
         if error is not None:
             raise error
 
+    def flush(self) -> None:
+        """Wait until all work is done, and raise what it raised. The work must have its own deadlines."""
+        self._waiting.join()
+        self.check()
+
+    def stop(self, timeout_s: float) -> None:
+        """Start no more work, and wait up to ``timeout_s`` for the current item. Idempotent."""
+        self._stopped = True
+        self._take_back()
+        self._waiting.put(None)
+        self._thread.join(timeout_s)
+
+    def _take_back(self) -> Item | None:
+        """The item that waits, which is not worked on any more."""
+        try:
+            item = self._waiting.get_nowait()
+        except queue.Empty:
+            return None
+        self._waiting.task_done()
+        return item
+
     def _run(self) -> None:
-        while (item := self._next()) is not None:
-            error: BaseException | None = None
+        while (item := self._waiting.get()) is not None:
             try:
                 self._work(item)
-            except BaseException as raised:  # raised again in the owner's thread
-                error = raised
+            except BaseException as error:  # raised again in the owner's thread
+                if not self._stopped:
+                    self._error = error
+                    self._take_back()
             del item  # release its memory before the wait for the next one
-            with self._changed:
-                self._busy = False
-                if error is not None and not self._stopped:
-                    self._error, self._waiting = error, None
-                self._changed.notify_all()
-
-    def _next(self) -> Item | None:
-        """The item to work on next. None: the worker was stopped, and none waits."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting is not None or self._stopped)
-            item, self._waiting = self._waiting, None
-            self._busy = item is not None
-            self._changed.notify_all()
-            return item
+            self._waiting.task_done()

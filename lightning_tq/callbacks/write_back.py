@@ -157,32 +157,27 @@ def put_back(client: TransferQueueClient, meta: BatchMeta, values: Mapping[str, 
 
 def _rows(name: str, value: Any, samples: int) -> Any:
     """The value as a column on this host, without a graph, checked to have one row per sample."""
-    if isinstance(value, np.ndarray) and value.ndim:
-        value = torch.tensor(value) if value.dtype.kind in "biufc" else value.tolist()
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        count = value.size(0) if value.ndim else None
+    count = None
+    if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim:
+        count = value.size(0) if isinstance(value, torch.Tensor) else len(value)  # len() fails for some nested tensors
     elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        value = [row.detach().cpu() if isinstance(row, torch.Tensor) else row for row in value]
-        count = len(value)
-    else:
-        count = None
+        count, value = len(value), _joined(value)
     if count != samples:
         what = f"a single {type(value).__name__}" if count is None else f"{count} rows"
         raise InvalidRequestError(
             f"field {name!r} has {what} for the {samples} samples of the batch. Write one row per sample: a "
             f"tensor of shape [{samples}, ...], a nested tensor, or a list."
         )
-    return _joined(value) if isinstance(value, list) else value
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
-def _joined(rows: list[Any]) -> Any:
+def _joined(rows: Sequence[Any]) -> Any:
     """One tensor, where these are tensors of one dtype and rank; otherwise they stay objects."""
     if not all(isinstance(row, torch.Tensor) and not row.is_nested for row in rows):
         return NonTensorStack(*rows)
     if len({(row.dtype, row.ndim) for row in rows}) > 1:
         return NonTensorStack(*rows)
     if len({row.shape for row in rows}) == 1:
-        return torch.stack(rows)
+        return torch.stack(list(rows))
     only_lengths = len({row.shape[1:] for row in rows}) == 1
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged if only_lengths else torch.strided)
+    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged if only_lengths else torch.strided)

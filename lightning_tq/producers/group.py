@@ -114,15 +114,15 @@ class Producer:
     def start_order(self, worker: int) -> StartOrder:
         main = sys.modules["__main__"]
         spec = getattr(main, "__spec__", None)
+        program = {"init_main_from_path": getattr(main, "__file__", None)}
+        if spec is not None:  # it runs with ``python -m``
+            program = {"init_main_from_name": spec.name}
         return StartOrder(
             target=self.target if isinstance(self.target, list) else self.function_path(),
             args=pickle.dumps(dict(self.args)),
             worker=worker,
             num_workers=self.count,
-            main_path=getattr(main, "__file__", None),
-            main_name=None if spec is None else spec.name,
-            sys_path=list(sys.path),
-            argv=list(sys.argv),
+            main={"sys_path": list(sys.path), "sys_argv": list(sys.argv), **program},
             parent=os.getpid(),
         )
 

@@ -8,13 +8,13 @@ import importlib
 import inspect
 import os
 import pickle
-import runpy
 import signal
 import sys
 import traceback
 import types
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from multiprocessing import spawn
 from typing import IO, Any
 
 IMPORTING_MAIN = "TQ_IMPORTING_MAIN"
@@ -31,16 +31,12 @@ class StartOrder:
     target: list[str] | str
     """Words of a command, or a function as "module:name"."""
     args: bytes
-    """Pickled keyword arguments of the function. They may need ``sys_path`` and the main module to unpickle."""
+    """Pickled keyword arguments of the function. They may need ``main`` to unpickle."""
     worker: int
     num_workers: int
-    main_path: str | None
-    """File of the trainer's main program, for functions defined there."""
-    main_name: str | None
-    """Module name of the main program, if it runs with ``python -m``."""
-    sys_path: list[str]
-    argv: list[str]
-    """Arguments of the trainer's main program, which may read them where it is imported."""
+    main: dict[str, Any]
+    """Where modules are found, and the trainer's main program with its arguments, as ``multiprocessing`` describes them
+    to processes that it spawns. The program may define the function, and may read its arguments when imported."""
     parent: int
     """Process id of the trainer."""
 
@@ -58,7 +54,7 @@ def main(order: StartOrder) -> None:
     _end_with_parent(order.parent)
     if isinstance(order.target, list):
         os.execvp(order.target[0], order.target)
-    sys.path[:], sys.argv[:] = order.sys_path, order.argv
+    spawn.prepare({name: order.main[name] for name in ("sys_path", "sys_argv")})
     function = _find_function(order, order.target)
     function(**pickle.loads(order.args), **_worker_numbers(function, order))
     import transfer_queue
@@ -98,25 +94,18 @@ def _find_function(order: StartOrder, path: str) -> Callable[..., Any]:
 
 def _main_module(order: StartOrder, path: str) -> types.ModuleType:
     """The trainer's main program, run under another name so that its ``if __name__ == "__main__"`` block is skipped."""
-    module = types.ModuleType("__mp_main__")
     port = os.environ.get(_PORT)
     # With such a port a process group that the program starts fails at once. Otherwise it would wait for other ranks.
     os.environ.update({IMPORTING_MAIN: path, _PORT: "-1"})
     try:
-        if order.main_name is not None:
-            names = runpy.run_module(order.main_name, run_name="__mp_main__", alter_sys=True)
-        else:
-            assert order.main_path is not None
-            names = runpy.run_path(order.main_path, run_name="__mp_main__")
+        spawn.prepare(order.main)
     except Exception:  # of any kind, because the program is the user's
         traceback.print_exc()
         sys.exit(_refusal("failed there"))
     del os.environ[IMPORTING_MAIN]
     if os.environ.pop(_PORT) == "-1" and port is not None:
         os.environ[_PORT] = port
-    module.__dict__.update(names)
-    sys.modules["__main__"] = sys.modules["__mp_main__"] = module  # arguments were pickled with classes of __main__
-    return module
+    return sys.modules["__main__"]  # arguments were pickled with classes of it
 
 
 def _worker_numbers(function: Callable[..., Any], order: StartOrder) -> dict[str, int]:

@@ -25,7 +25,8 @@ import pytest
 from transport_kit import JOIN_S, Desk, calls, held, numbered, served_by_process, served_by_thread, until
 
 from transfer_queue.errors import LaunchError, QueueUnreachableError
-from transfer_queue.launch.directories import remove_directory, short_directory
+from transfer_queue.launch.directories import short_directory
+from transfer_queue.storage.locked_directories import remove_directory
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.blocking import PendingCall, run_blocking
 from transfer_queue.transport.caller import SocketCaller

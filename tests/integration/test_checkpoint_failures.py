@@ -275,7 +275,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "state too new": (newer_state, "format 9, this version reads"),
     "state cut": (lambda path: shorter_state(path, 90), "can't be read: .* ends within a slice"),
     "state cut early": (lambda path: shorter_state(path, 3), "can't be read: .* ends within a slice"),
-    "state empty": (lambda path: shorter_state(path, 0), "can't be read"),
+    "state empty": (lambda path: shorter_state(path, 0), "is none of ours, or damaged"),
     "state missing": (lambda path: (path / "controller_state.msgpack").unlink(), "lacks .*controller_state.msgpack"),
     "state truncated": (lambda path: os.truncate(path / "controller_state.msgpack", 90), "has 90 bytes"),
     "state changed": (lambda path: flip(path / "controller_state.msgpack"), "checksum differs"),

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
-from logging.handlers import QueueHandler
-from queue import SimpleQueue
 
 import pytest
 import torch
@@ -376,27 +373,3 @@ def test_what_keeps_samples_from_being_cleared_is_told_and_nothing_is_cleared(cl
     client.get_data(unread)
     assert client.clear_consumed(name) == 3
     assert client.held_up_by(name) == nothing
-
-
-def test_a_clear_of_nothing_says_why_in_the_log(client, name):
-    log, said = logging.getLogger("transfer_queue.client.partitions"), SimpleQueue()
-    handler = QueueHandler(said)
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        assert client.clear_consumed(name) == 0
-        client.put(rows(a=torch.arange(3)), partition_id=name)
-        assert client.clear_consumed(name) == 0
-        client.get_meta(["a"], 2, name, task_name="learn")
-        client.get_meta(["a"], 1, name, task_name="other")
-        assert client.clear_consumed(name, ["later"]) == 0
-        client.get_meta(["a"], 2, name, task_name="other")
-        assert client.clear_consumed(name) == 2
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(logging.WARNING)
-    assert [said.get().getMessage() for _ in range(said.qsize())] == [
-        f"nothing of partition {name!r} was cleared: no task reads its 3 samples.",
-        f"nothing of partition {name!r} was cleared: task 'learn' has not consumed or not acknowledged 1 samples, task "
-        f"'other' has not consumed or not acknowledged 2 samples, task 'later' has not begun.",
-    ]

@@ -14,9 +14,9 @@ from producing import fill, rows
 from recorders import Recorder
 from torch.utils.data import DataLoader
 
-from lightning_tq import Producer, TQDataModule
+from lightning_tq import TQDataModule
 from tests.lightning.conftest import stream
-from transfer_queue import BatchTimeoutError, EndOfPartitionError
+from transfer_queue import EndOfPartitionError
 
 Make = Callable[..., TQDataModule]
 MakeTrainer = Callable[..., Trainer]
@@ -137,32 +137,6 @@ def test_validation_after_a_fit_reads_the_partition_of_the_last_epoch_that_was_t
     fitted.validate(model, datamodule=dm, verbose=False)
     trainer().validate(model, datamodule=dm, verbose=False)  # this Trainer trained nothing
     assert model.indexes("val") == val[1] + val[0]
-
-
-def test_a_test_of_a_missing_partition_is_reported_at_once(
-    data: Make, trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
-) -> None:
-    dm = data(test=stream("test@{epoch}", timeout_s=0.1))
-    for name in ("test", "train@0"):
-        fill(dm.client, name, 4)
-    with pytest.raises(BatchTimeoutError):
-        trainer().test(Recorder(), datamodule=dm, verbose=False)
-    assert (
-        "stream 'test' ('test@{epoch}') reads partition 'test@0', which is not in the queue, and waits until a "
-        "producer fills it. The queue holds 'test', 'train@0'." in caplog.messages
-    )
-
-
-def test_producers_that_run_only_in_a_fit_are_named_where_an_empty_queue_is_validated(
-    data: Make, trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
-) -> None:
-    dm = data(val=stream("val", timeout_s=0.1), producers=[Producer(target=["true"])])
-    with pytest.raises(BatchTimeoutError):
-        trainer().validate(Recorder(), datamodule=dm, verbose=False)
-    assert (
-        "The queue is empty. The producers of this data module don't run in validate: set "
-        "Producer(stages=['fit', 'validate'])." in caplog.text
-    )
 
 
 def test_a_limit_that_the_stream_does_not_reach_is_reported(

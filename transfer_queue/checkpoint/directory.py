@@ -39,8 +39,10 @@ def _sibling(path: Path, suffix: str) -> Path:
 
 
 class Staging:
-    """Creates a checkpoint: ``path`` is the directory for files after ``begin``. On errors, the earlier checkpoint
-    stays.
+    """A context in which a checkpoint is made: its files go to ``path``. On errors, the earlier checkpoint stays.
+
+    Raises:
+        CheckpointError: the target holds something else, or another process is saving there.
     """
 
     def __init__(self, target: str | os.PathLike[str]) -> None:
@@ -48,12 +50,7 @@ class Staging:
         self.path = _sibling(self.target, ".tmp")
         self._lock = ExitStack()
 
-    def begin(self) -> None:
-        """Create the temporary directory.
-
-        Raises:
-            CheckpointError: the target holds something else, or another process is saving there.
-        """
+    def __enter__(self) -> Staging:
         try:
             repair(self.target)
             if self.target.exists():
@@ -66,8 +63,6 @@ class Staging:
             self._lock.enter_context(_locked(self.path))
         except OSError as error:
             raise self._failed(error) from error
-
-    def __enter__(self) -> Staging:
         return self
 
     def commit(self) -> None:
@@ -101,9 +96,7 @@ class Staging:
 
 def copy_to(source: Path, target: str | os.PathLike[str]) -> None:
     """Copy a complete checkpoint into another directory. Raises CheckpointError; an earlier checkpoint stays."""
-    staging = Staging(target)
-    staging.begin()
-    with staging:
+    with Staging(target) as staging:
         shutil.copytree(source, staging.path, dirs_exist_ok=True)
         staging.commit()
 

@@ -10,17 +10,14 @@ import os
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from transfer_queue.control.saved import FORMAT, FORMATS
 from transfer_queue.errors import CheckpointError, CheckpointNotFoundError
 from transfer_queue.storage.wire import Layout
-
-M = TypeVar("M", "Metadata", "ValueFiles")
 
 METADATA = "metadata.json"
 CONTROLLER = "controller_state.msgpack"
@@ -86,24 +83,6 @@ class Metadata(msgspec.Struct, frozen=True, omit_defaults=True):
     controller: DataFile
     values: DataFile | None = None
     directory: str = ""
-
-
-class _AnyFormat(msgspec.Struct):
-    format: int
-
-
-def decoded(data: bytes, kind: type[M], what: str) -> M:
-    """Decode one of the JSON files. Raises CheckpointError if ``what`` is foreign, damaged, or of a newer version."""
-    try:
-        found = msgspec.json.decode(data, type=_AnyFormat).format
-        if found in FORMATS:
-            return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{what} is none of ours, or damaged: {error}.") from error
-    raise CheckpointError(
-        f"{what} has format {found}, this version reads {FORMAT}. Update lightning-tq, or save again with the version "
-        f"that runs here."
-    )
 
 
 _PIECE = 1 << 22

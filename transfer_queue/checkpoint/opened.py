@@ -21,13 +21,12 @@ from transfer_queue.checkpoint.files import (
     VALUES,
     DataFile,
     Metadata,
-    decoded,
     plain,
     write_bytes,
 )
 from transfer_queue.checkpoint.saved_state import SavedState
 from transfer_queue.checkpoint.saved_values import SavedValues
-from transfer_queue.control.saved import FORMAT
+from transfer_queue.control.saved import FORMAT, decoded
 from transfer_queue.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -58,7 +57,8 @@ class Opened:
             CheckpointError: it is foreign, damaged, or of a newer version.
         """
         self.path = find(target)
-        self.metadata = metadata = decoded((self.path / METADATA).read_bytes(), Metadata, str(self.path / METADATA))
+        data, place = (self.path / METADATA).read_bytes(), str(self.path / METADATA)
+        self.metadata = metadata = decoded(data, Metadata, place, msgspec.json.decode)
         files = self.path / plain(metadata.directory)
         self.state = SavedState(files / plain(metadata.controller.name), metadata.controller)
         self.values = None

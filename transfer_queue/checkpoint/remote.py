@@ -20,7 +20,8 @@ from typing import ParamSpec, TypeVar
 import msgspec
 
 from transfer_queue.checkpoint.directory import SAVE, copy_to, discard, find, foreign, is_url, refuse_foreign
-from transfer_queue.checkpoint.files import METADATA, Metadata, decoded, plain
+from transfer_queue.checkpoint.files import METADATA, Metadata, plain
+from transfer_queue.control.saved import decoded
 from transfer_queue.errors import CheckpointError, CheckpointNotFoundError, ConfigError, TransferQueueError
 from transfer_queue.utils.logging_utils import get_logger
 
@@ -170,7 +171,7 @@ class RemoteCheckpoint:
             ) from error
 
     def _decoded(self, metadata: bytes) -> Metadata:
-        return decoded(metadata, Metadata, f"{self.url}/{METADATA}")
+        return decoded(metadata, Metadata, f"{self.url}/{METADATA}", msgspec.json.decode)
 
 
 def remove_checkpoint(path: str | os.PathLike[str]) -> None:

@@ -20,14 +20,13 @@ from transfer_queue.checkpoint.files import (
     PartitionFiles,
     SavedFile,
     ValueFiles,
-    decoded,
     plain,
     write_array,
     write_bytes,
 )
 from transfer_queue.checkpoint.saved_state import SavedSamples, SavedState
 from transfer_queue.control.rows import positions_in
-from transfer_queue.control.saved import FORMAT, SavedQueue
+from transfer_queue.control.saved import FORMAT, SavedQueue, decoded
 from transfer_queue.errors import CheckpointError
 from transfer_queue.protocol import by_row, runs_of, unpack_indexes
 from transfer_queue.storage.base import StorageManager
@@ -138,7 +137,7 @@ class SavedValues:
         Raises:
             CheckpointError: files are missing, changed, or of a newer version, or hold other samples.
         """
-        manifest = decoded(SavedFile(root, expected).whole(), ValueFiles, str(root / VALUES))
+        manifest = decoded(SavedFile(root, expected).whole(), ValueFiles, str(root / VALUES), msgspec.json.decode)
         self.blocks: dict[tuple[str, str], list[BlockReader]] = {}
         """By partition and field."""
         for partition, saved in zip_longest(manifest.partitions, state.samples()):

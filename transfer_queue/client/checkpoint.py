@@ -181,9 +181,7 @@ class Checkpoints(ClientBase):
         self, directory: AnyPath, user: dict[str, Any], task: str | None = None
     ) -> list[tuple[str, SavedBatch]]:
         """Save the whole queue, or the open batches of a task; returns these, each with its partition."""
-        staging = Staging(directory)
-        staging.begin()
-        with staging:
+        with Staging(directory) as staging:
             async with self._frozen(staging.path / CONTROLLER, task) as controller:
                 await self._save_storage(staging.path)
             await off_loop(complete, staging.path, user, controller)

@@ -16,9 +16,7 @@ from transfer_queue.client.kv import Keys
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.sampler.base import BaseSampler
-from transfer_queue.utils.logging_utils import get_logger
 
-_log = get_logger(__name__)
 Status = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
@@ -107,10 +105,7 @@ class Partitions(Keys):
             cleared = await self.clear(p.ClearConsumed, partition_id, list(task_names))
             count += len(cleared.indexes) // 8
             if not cleared.more:
-                break
-        if not count and (reasons := _reasons(cleared)):
-            _log.info("nothing of partition %r was cleared: %s.", partition_id, ", ".join(reasons))
-        return count
+                return count
 
     async def async_held_up_by(self, partition_id: str, task_names: Sequence[str] = ()) -> dict[str, Any]:
         """What keeps ``clear_consumed`` with the same arguments from clearing all samples. It changes nothing.
@@ -379,16 +374,6 @@ def _declared(name: str, dtype: torch.dtype | str, shape: Sequence[int | None] |
     if not isinstance(getattr(torch, text, None), torch.dtype):
         raise InvalidRequestError(f'field {name!r} is declared as {dtype!r}, which is no dtype of torch, nor "object".')
     return p.DeclaredField(text, None if shape is None else tuple(shape))
-
-
-def _reasons(cleared: p.Cleared) -> list[str]:
-    """Why samples stay, one clause per reason."""
-    held_by = [
-        f"task {task!r} has not consumed or not acknowledged {count} samples" for task, count in cleared.held_by.items()
-    ]
-    not_begun = [f"task {task!r} has not begun" for task in cleared.not_begun]
-    readers = [f"client {client!r} may still read {count} samples" for client, count in cleared.readers.items()]
-    return held_by + readers + not_begun + ([f"no task reads its {cleared.unread} samples"] if cleared.unread else [])
 
 
 def _status(pages: Sequence[p.Status], two_dim: bool = False) -> Status:

@@ -11,7 +11,8 @@ further rows, with their keys and tags, and further batches of its ledgers. In f
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,6 +22,7 @@ from transfer_queue.control.rows import PUBLISHED
 from transfer_queue.errors import CheckpointError
 from transfer_queue.protocol import DeclaredField, Indexes, Terms, unpack_indexes
 
+Saved = TypeVar("Saved", bound=msgspec.Struct)
 FORMAT = 2
 FORMATS = (1, 2)
 """Those that this version reads."""
@@ -167,20 +169,23 @@ class _FormatOnly(msgspec.Struct):
     format: int
 
 
-_decoder = msgspec.msgpack.Decoder(SavedQueue)
-
-
 def decode(data: bytes) -> SavedQueue:
     """Raises CheckpointError for what is no saved state, or one of a newer version."""
+    return decoded(data, SavedQueue, "the saved state of the queue")
+
+
+def decoded(data: bytes, kind: type[Saved], what: str, decode_as: Callable[..., Any] = msgspec.msgpack.decode) -> Saved:
+    """Decode something that has a ``format``. Raises CheckpointError if ``what`` is foreign, damaged, or newer."""
     try:
-        found = msgspec.msgpack.decode(data, type=_FormatOnly).format
+        found = decode_as(data, type=_FormatOnly).format
         if found in FORMATS:
-            return _decoder.decode(data)
+            whole: Saved = decode_as(data, type=kind)
+            return whole
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"the saved state of the queue can't be read: {error}.") from error
+        raise CheckpointError(f"{what} is none of ours, or damaged: {error}.") from error
     raise CheckpointError(
-        f"the saved state of the queue has format {found}, this version reads {FORMAT}. Update lightning-tq, or save "
-        f"again with the version that runs here."
+        f"{what} has format {found}, this version reads {FORMAT}. Update lightning-tq, or save again with the version "
+        f"that runs here."
     )
 
 

@@ -27,15 +27,12 @@ class Requested(Protocol):
             EndOfPartitionError: the stream has ended before this batch.
             BatchTimeoutError: it did not come within the stream's ``timeout_s``.
         """
-        ...
 
     def open(self) -> tuple[Any, BatchMeta]:
         """Return the values and metadata of the received batch; at most once, and not after ``close``."""
-        ...
 
     def close(self) -> None:
         """Cancel the request if it is still pending, and release the batch; its values are no longer needed."""
-        ...
 
 
 Fetch = Callable[[int], Requested | None]

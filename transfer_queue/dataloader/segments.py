@@ -110,7 +110,7 @@ class Segments(Recycler):
 
     def _make(self, nbytes: int) -> mmap.mmap | None:
         if len(self._watches) + len(self._kept) >= self._most:
-            idle = next((ticket for ticket, segment in self._kept.items() if self._is_back(segment)), None)
+            idle = next(filter(self._is_back, self._kept), None)
             if idle is None:
                 return None
             self._drop(idle)
@@ -144,20 +144,17 @@ class Segments(Recycler):
     def _is_back(self, memory: Any) -> bool:
         return bool(memory.is_back)
 
-    def _idle_nbytes(self) -> int:
-        kept: Any = self._kept.values()
-        return sum(segment.room for segment in kept if segment.is_back)
-
     def _collect(self) -> None:
         super()._collect()
-        kept: Any = self._kept.items()
-        for ticket in [ticket for ticket, segment in kept if segment.is_spent]:
-            self._drop(ticket)
+        kept: list[Any] = list(self._kept)
+        for segment in kept:
+            if segment.is_spent:
+                self._drop(segment)
 
-    def _drop(self, ticket: int) -> None:
-        segment: Any = self._remove(ticket)
-        if segment.is_known:
-            self._retired.append(segment.number)
+    def _drop(self, memory: Any) -> None:
+        super()._drop(memory)
+        if memory.is_known:
+            self._retired.append(memory.number)
 
 
 class _Receipt(Watch):

@@ -9,6 +9,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from transfer_queue.errors import ConfigError
+from transfer_queue.storage.clients.ray_client import import_ray
 
 AT_ONCE = "at_once"
 """Concurrency group of methods that are answered although another method waits."""
@@ -68,14 +69,3 @@ def _refuse_pins(own: Mapping[str, Any] | None) -> None:
             "transfer_queue would take the place of lightning-tq's. Remove it from runtime_env, and install "
             "lightning-tq on every node (docs/migration.md)."
         )
-
-
-def import_ray() -> Any:
-    """Ray. Raises ConfigError if it is not installed."""
-    try:
-        import ray
-    except ImportError as error:
-        raise ConfigError(
-            f"Ray can't be imported ({error}): install lightning-tq with its extra 'ray' (docs/start.md)."
-        ) from error
-    return ray

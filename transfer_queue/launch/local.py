@@ -20,11 +20,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from transfer_queue.config import FullConfig, to_plain, typed
 from transfer_queue.errors import ConfigError, LaunchError, RemoteError, SamplerError, from_wire
-from transfer_queue.launch.directories import remove_directory, short_directory
+from transfer_queue.launch.directories import short_directory
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.sampler.registry import as_sampler
 from transfer_queue.server.orders import Orders
 from transfer_queue.storage.backends import StorageBootstrapProvider, is_of_units, path_of, resolve
+from transfer_queue.storage.locked_directories import remove_directory
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.utils.enum_utils import Role
 from transfer_queue.utils.logging_utils import get_logger
@@ -122,10 +123,6 @@ class LocalQueue(Servers):
         memory = storage.host_bytes(self._hosts)
         capacity = None if memory is None else max(1, memory // count)
         warn_of_memory(memory)
-        if storage.memory == "auto" and storage.capacity_bytes is None:
-            _log.info(
-                "the queue holds at most %.1f GiB of values (backend.SimpleStorage.memory)", (memory or 0) / 2**30
-            )
         units = {f"unit{n}": self._socket(_CONTROLLER if together else f"unit{n}") for n in range(count)}
         others = {} if together else {name: self._spawn() for name in units}
         # It ends before the units do, because it still reports ended clients to them.

@@ -13,8 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from transfer_queue import controller
 from transfer_queue.errors import LaunchError, TransferQueueError
-from transfer_queue.launch.actor_class import import_ray
-from transfer_queue.launch.directories import remove_directory, short_directory
+from transfer_queue.launch.directories import short_directory
 from transfer_queue.launch.local import portable
 from transfer_queue.launch.member import private_key_file
 from transfer_queue.launch.ray_actors import CONTROLLER_NAME
@@ -32,6 +31,8 @@ from transfer_queue.launch.ray_units import (
 )
 from transfer_queue.sampler.registry import as_sampler
 from transfer_queue.storage.backends import is_of_units
+from transfer_queue.storage.clients.ray_client import import_ray
+from transfer_queue.storage.locked_directories import remove_directory
 from transfer_queue.utils.logging_utils import get_logger
 from transfer_queue.utils.machine import host_id
 

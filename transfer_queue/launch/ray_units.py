@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from transfer_queue import controller
 from transfer_queue.errors import ConfigError, LaunchError, RemoteError, TransferQueueError, from_wire
-from transfer_queue.launch.actor_class import import_ray
+from transfer_queue.storage.clients.ray_client import import_ray
 from transfer_queue.utils.logging_utils import get_logger
 
 _log = get_logger(__name__)

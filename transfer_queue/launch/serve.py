@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from transfer_queue.config import merge, typed
 from transfer_queue.errors import ConfigError, LaunchError, TransferQueueError
-from transfer_queue.launch.directories import remove_directory, short_directory
+from transfer_queue.launch.directories import short_directory
 from transfer_queue.launch.local import keys_for, orders_for, portable, warn_of_memory, with_servers
 from transfer_queue.server.main import main
 from transfer_queue.server.orders import Orders
 from transfer_queue.storage.backends import is_of_units
+from transfer_queue.storage.locked_directories import remove_directory
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.session import Session

@@ -47,7 +47,6 @@ class InFront(Protocol):
 
     async def takes_writes(self) -> bool:
         """Whether this client's values are best stored there."""
-        ...
 
     async def encode_write(
         self, call: int, columns: Any, count: int, replaced: Sequence[int], wait_s: float
@@ -59,21 +58,17 @@ class InFront(Protocol):
         ``call`` leases that memory; if the write fails, ``release`` must follow. ``replaced``: samples with values that
         the write replaces.
         """
-        ...
 
     async def decode_read(
         self, header: Any, frames: Sequence[memoryview], fields: Sequence[str], count: int
     ) -> TensorDict:
         """Return the values that arrived with a batch of ``count`` samples."""
-        ...
 
     async def release(self, call: int) -> None:
         """Release the memory that this call pinned or leased."""
-        ...
 
     async def decide_mapping(self) -> bool:
         """Return whether this process has mapped the arena, so answers may point into it. Decided once."""
-        ...
 
 
 class StorageManager(ABC):

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import itertools
 import mmap
 import os
 import threading
 import weakref
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -54,9 +52,7 @@ class Recycler:
         self._lock = threading.Lock()
         self._watches: dict[int, Watch] = {}
         self._dropped: deque[Watch] = deque()  # appended to by the garbage collector
-        self._tickets = itertools.count(1)
-        self._kept: dict[int, mmap.mmap] = {}  # by ticket: oldest first
-        self._by_size: list[tuple[int, int]] = []  # (size, -ticket), ascending: within a size, the last dropped first
+        self._kept: list[mmap.mmap] = []  # the one that was dropped first comes first
         self._held = 0
 
     @property
@@ -106,52 +102,46 @@ class Recycler:
         """Return whether no other process uses it."""
         return True
 
-    def _idle_nbytes(self) -> int:
-        """Bytes of all pooled memory that is free."""
-        return self._held
-
-    def _drop(self, ticket: int) -> None:
+    def _drop(self, memory: mmap.mmap) -> None:
         """Never use it again."""
-        self._remove(ticket)
+        self._remove(memory)
 
     # ---- common to all kinds ----
 
-    def _remove(self, ticket: int) -> mmap.mmap:
-        memory = self._kept.pop(ticket)
-        size = self._size(memory)
-        del self._by_size[bisect_left(self._by_size, (size, -ticket))]
-        self._held -= size
-        return memory
+    def _idle_nbytes(self) -> int:
+        """Bytes of all pooled memory that is free."""
+        return sum(map(self._size, filter(self._is_back, self._kept)))
+
+    def _remove(self, memory: mmap.mmap) -> None:
+        self._kept.remove(memory)
+        self._held -= self._size(memory)
 
     def _take(self, nbytes: int) -> mmap.mmap | None:
+        """The last dropped one that fits: its bytes may still be in the caches."""
         most = _LOOSE * nbytes + mmap.PAGESIZE
-        for at in range(bisect_left(self._by_size, (nbytes,)), len(self._by_size)):
-            size, ticket = self._by_size[at]
-            if size > most:
-                return None
-            if self._is_back(self._kept[-ticket]):
-                return self._remove(-ticket)
+        for memory in reversed(self._kept):
+            if nbytes <= self._size(memory) <= most and self._is_back(memory):
+                self._remove(memory)
+                return memory
         return None
 
     def _collect(self) -> None:
         while self._dropped:
             watch = self._dropped.popleft()
             del self._watches[id(watch)]
-            ticket, size = next(self._tickets), self._size(watch.memory)
-            self._kept[ticket] = watch.memory
-            insort(self._by_size, (size, -ticket))
-            self._held += size
+            self._kept.append(watch.memory)
+            self._held += self._size(watch.memory)
         if self._held > self._limit:
             self._shrink()
 
     def _shrink(self) -> None:
         over = self._idle_nbytes() - self._limit
-        for ticket, memory in list(self._kept.items()):
+        for memory in list(self._kept):
             if over <= 0:
                 return
             if self._is_back(memory):
                 over -= self._size(memory)
-                self._drop(ticket)
+                self._drop(memory)
 
     def after_fork(self) -> None:
         """In the child, replace the lock: another thread of the parent may have held it."""

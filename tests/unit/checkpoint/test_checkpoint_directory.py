@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,17 @@ class Killed(BaseException):
     """The process is gone: nothing of it runs any more."""
 
 
-def save(target: Path, what: str) -> Staging:
+@contextmanager
+def save(target: Path, what: str) -> Iterator[Staging]:
     """All of a save but its end."""
-    staging = Staging(target)
-    staging.begin()
+    with Staging(target) as staging:
+        write(staging, what)
+        yield staging
+
+
+def write(staging: Staging, what: str) -> None:
     (staging.path / CONTROLLER).write_text(what)
     (staging.path / METADATA).write_text("{}")
-    return staging
 
 
 def what_is_at(target: Path) -> str:
@@ -58,15 +63,14 @@ def interrupted_save(target: Path, monkeypatch: pytest.MonkeyPatch, number: int)
     """Was it killed?"""
     with monkeypatch.context() as patched:
         kill_at(patched, number)
-        staging = None
+        staging = Staging(target)
         try:
-            staging = save(target, "new")
+            write(staging.__enter__(), "new")
             staging.commit()
         except Killed:
             return True
         finally:
-            if staging is not None:
-                staging._lock.close()  # as the kernel does for a process that ended
+            staging._lock.close()  # as the kernel does for a process that ended
     return False
 
 
@@ -134,8 +138,8 @@ def test_an_error_inside_leaves_nothing_and_comes_out_as_it_is(tmp_path):
 
 def test_two_saves_to_one_place_are_told_apart(tmp_path):
     with save(tmp_path / "c", "first") as first:
-        with pytest.raises(CheckpointError, match="another process is saving"):
-            Staging(tmp_path / "c").begin()
+        with pytest.raises(CheckpointError, match="another process is saving"), Staging(tmp_path / "c"):
+            pass
         first.commit()
     assert what_is_at(tmp_path / "c") == "first"
 

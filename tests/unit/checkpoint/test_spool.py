@@ -96,23 +96,12 @@ def test_the_spool_of_a_killed_process_is_removed_by_the_next_and_that_of_a_livi
     assert (kept / "checkpoint" / "file").read_text() == "contents"
 
 
-def test_a_removal_that_was_interrupted_is_finished(
-    holder: Callable[..., tuple[subprocess.Popen[str], Path]], temporary: Path
-) -> None:
-    killed, left = holder()
-    killed.kill()
-    killed.wait()
-    (left / "lock").unlink()
-    with spooled_checkpoint(URL):
-        assert not left.exists()
-
-
 def test_directories_of_others_stay(holder: Callable[..., tuple[subprocess.Popen[str], Path]], temporary: Path) -> None:
     """Those of another host, whose locks do not hold here, of another user, and what is no spool."""
     killed, left = holder()
     killed.kill()
     killed.wait()
-    others = {"tq-spool-of-another-host-1", "tq-spool-mine", "tq-mine"}
+    others = {"spool-tq-another-host-1.d", "spool-tq-mine", "tq-mine.d"}
     for name in others:
         (temporary / name).mkdir()
     if os.geteuid() == 0:

@@ -59,7 +59,7 @@ def test_a_backend_that_is_not_available_says_so_at_the_start():
 @pytest.mark.parametrize(
     ("backend", "module", "says"),
     [
-        ("RayStore", "ray", "needs Ray, which can't be imported .*: install lightning-tq with its extra 'ray'"),
+        ("RayStore", "ray", "'RayStore' need: install lightning-tq with its extra 'ray'"),
         ("MooncakeStore", "mooncake.store", "extra 'mooncake'.*apt install libibverbs1"),
     ],
 )

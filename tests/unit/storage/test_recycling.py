@@ -73,14 +73,7 @@ def test_a_buffer_serves_requests_that_are_a_little_smaller_and_no_others(recycl
     assert recycler.empty(4 * MIB + 8192).nbytes == 4 * MIB + 8192
 
 
-def test_of_several_buffers_that_fit_the_smallest_is_used(recycler):
-    kept = [recycler.empty(n * MIB // 8) for n in (18, 16, 17)]
-    wanted = address(kept[1])
-    kept.clear()
-    assert address(recycler.empty(2 * MIB)) == wanted
-
-
-def test_of_several_buffers_of_one_size_the_one_dropped_last_is_used(recycler):
+def test_of_several_buffers_that_fit_the_one_dropped_last_is_used(recycler):
     """Its bytes may still be in the caches."""
     kept = [recycler.empty(2 * MIB) for _ in range(3)]
     wanted = address(kept[1])

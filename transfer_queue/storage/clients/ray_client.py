@@ -30,7 +30,7 @@ class RayStorageClient(StorageKVClient):
     def __init__(self, config: Mapping[str, Any]) -> None:
         """``config``: ``address`` of the cluster, and ``actor``, the name of the actor that owns the values."""
         super().__init__(config)
-        self._ray = _ray()
+        self._ray = import_ray()
         self._owner: Any = None
 
     def put(self, keys: list[str], values: list[Any]) -> None:
@@ -108,7 +108,7 @@ class ValueOwner:
 
         It is put again here: an object is lost with the process that put it.
         """
-        reference = _ray().put((data, bounds))
+        reference = import_ray().put((data, bounds))
         self.clear(keys)
         self._added += 1
         self._references[self._added], self._left[self._added] = reference, len(keys)
@@ -139,7 +139,7 @@ def start_store(conf: Any) -> ExitStack:
 
     Returns what ends them by its ``close``.
     """
-    ray = _ray()
+    ray = import_ray()
     started = not ray.is_initialized()
     if started:
         ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
@@ -155,18 +155,19 @@ def start_store(conf: Any) -> ExitStack:
 
 def _end(owner: Any, started_ray: bool) -> None:
     """End the actor, and with it all values; also Ray, if it was started for it."""
-    ray = _ray()
+    ray = import_ray()
     if ray.is_initialized():
         ray.kill(owner)
         if started_ray:
             ray.shutdown()
 
 
-def _ray() -> Any:
+def import_ray() -> Any:
+    """Ray. Raises BackendUnavailableError, which is a ConfigError, if it is not installed."""
     try:
         return import_module("ray")
     except ImportError as error:
         raise BackendUnavailableError(
-            f"storage backend 'RayStore' needs Ray, which can't be imported ({error}): "
-            "install lightning-tq with its extra 'ray' (docs/start.md)."
+            f"Ray can't be imported ({error}), which launch: ray and storage backend 'RayStore' need: install "
+            f"lightning-tq with its extra 'ray' (docs/start.md)."
         ) from error
