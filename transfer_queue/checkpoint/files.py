@@ -92,12 +92,19 @@ class _AnyFormat(msgspec.Struct):
     format: int
 
 
+# Made at import, because threads that prepare a type at once would crash (see config.py).
+_decoders: dict[type[Any], msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind) for kind in (_AnyFormat, ValueFiles, Metadata)
+}
+
+
 def decoded(data: bytes, kind: type[M], what: str) -> M:
     """Decode one of the JSON files. Raises CheckpointError if ``what`` is foreign, damaged, or of a newer version."""
     try:
-        found = msgspec.json.decode(data, type=_AnyFormat).format
+        found = _decoders[_AnyFormat].decode(data).format
         if found in FORMATS:
-            return msgspec.json.decode(data, type=kind)
+            result: M = _decoders[kind].decode(data)
+            return result
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{what} is none of ours, or damaged: {error}.") from error
     raise CheckpointError(

@@ -167,13 +167,13 @@ class _FormatOnly(msgspec.Struct):
     format: int
 
 
-_decoder = msgspec.msgpack.Decoder(SavedQueue)
+_decoder, _format_decoder = msgspec.msgpack.Decoder(SavedQueue), msgspec.msgpack.Decoder(_FormatOnly)
 
 
 def decode(data: bytes) -> SavedQueue:
     """Raises CheckpointError for what is no saved state, or one of a newer version."""
     try:
-        found = msgspec.msgpack.decode(data, type=_FormatOnly).format
+        found = _format_decoder.decode(data).format
         if found in FORMATS:
             return _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
