@@ -216,6 +216,10 @@ class FullConfig:
     backend: BackendConfig = field(default_factory=BackendConfig)
 
 
+# msgspec prepares a type at its first use, and crashes the process if two threads do so at once. An import is one's.
+msgspec.json.Decoder(FullConfig)
+
+
 def environment_text(name: str, default: str) -> str:
     """A variable's value, or the default if it is unset or empty."""
     return os.environ.get(name) or default

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Long agents: 4 096 episodes of log-normal length, 60K tokens on average, through half a GiB of memory.
 
-The workers are faster than the trainer, so somebody has to make them wait. Ours bounds bytes. With Ray a queue of so
+Where the workers are faster than the trainer, somebody has to make them wait. Ours bounds bytes. With Ray a queue of so
 many episodes does it, and the store spills what is more. The peer makes nobody wait, so its memory grows.
 """
 

@@ -27,6 +27,8 @@ OURS, PEER, RAY_STORE, REDIS = "ours", "peer", "ray", "redis"
 ROOT = str(Path(__file__).resolve().parents[2])
 LOOK_AGAIN_S = 0.005  # the peer answers a fetch of nothing at once
 MIB = 1 << 20
+LOOK_SHARE = 20
+"""A look at the memory walks all pages of all processes, so it may take one second in so many."""
 
 
 @contextlib.contextmanager
@@ -99,11 +101,14 @@ class Usage:
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._first_cpu_s, self._first_mib, self._most_mib = self._cpu_s(), self._mib(), 0.0
-        self._began = time.perf_counter()
+        self._began = self._look_from = time.perf_counter()
 
     def look(self) -> None:
-        """Note the memory; each shared page counts once."""
-        self._most_mib = max(self._most_mib, self._mib())
+        """Note the memory, if it is time to; each shared page counts once."""
+        if (began := time.perf_counter()) >= self._look_from:
+            self._most_mib = max(self._most_mib, self._mib())
+            ended = time.perf_counter()
+            self._look_from = ended + (LOOK_SHARE - 1) * (ended - began)
 
     def figures(self) -> Figures:
         found = {"seconds": time.perf_counter() - self._began, "cpu_s": self._cpu_s() - self._first_cpu_s}

@@ -39,6 +39,8 @@ def record(args: Sequence[str]) -> int:
 
     It takes nothing from the task, but the queue keeps its samples until they are written, for some seconds. It ends
     with the task's last partition, with the queue, or with Ctrl-C, and what was written stays readable however it ends.
+    Exit codes: 0, 1 if samples or batches may be missing, because they were cleared before or the queue
+    ended, 2 for an error.
     If it is killed, the queue keeps later batches for it: start it again with the same directory, or end that with
     "lightning-tq forget-task". Batches that the task had finished before it started are not there.
     """
@@ -61,20 +63,24 @@ class _Recorder:
         self._client, self._task, self._directory = client, task, directory
         self._own = f"record:{task}:{directory}"
         self._number = 1 + max((int(path.name) for path in directory.glob("[0-9]*") if path.name.isdigit()), default=-1)
-        self._written = self._behind = 0
+        self._written = self._behind = self._cleared = 0
         self._due = self._tell_at = 0.0
 
     def run(self) -> int:
+        missing = 0
         try:
             with contextlib.suppress(KeyboardInterrupt):
                 self._follow()
+            self._look()
             self._save()
+            self._look()  # what was cleared meanwhile
             self._client.forget_task(self._own)
         except QueueUnreachableError:
-            lost = f" {counted(self._behind, 'batch', 'batches')} may be missing." if self._behind else ""
+            missing = self._behind
+            lost = f" {counted(missing, 'batch', 'batches')} may be missing." if missing else ""
             print(f"The queue has ended.{lost}")
         print(f"{counted(self._written, 'batch', 'batches')} written to {self._directory}", flush=True)
-        return 0
+        return 1 if missing or self._cleared else 0
 
     def _follow(self) -> None:
         """Until the task ends."""
@@ -95,6 +101,11 @@ class _Recorder:
         stats = self._client.get_stats()
         tasks = [each["tasks"] for each in stats["partitions"].values()]
         self._behind = sum(each[self._own]["in_flight"] for each in tasks if self._own in each)
+        cleared = stats["dropped"].get(self._own, {}).get("cleared", 0)
+        if cleared > self._cleared:
+            why = "clear_samples and clear_partition wait for no recorder, clear_consumed does"
+            print(f"{counted(cleared, 'sample')} cleared before written, and may be missing: {why}.", flush=True)
+            self._cleared = cleared
         return stats
 
     def _has_ended(self, stats: dict[str, Any]) -> bool:

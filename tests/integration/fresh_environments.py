@@ -32,9 +32,9 @@ def run(*command: str | Path, cwd: Path) -> str:
 def copy_of_sources(folder: Path) -> Path:
     """A tree from which the distribution can be built or installed."""
     tree = folder / "lightning-tq"
-    for name in ("transfer_queue", "lightning_tq"):
+    for name in ("transfer_queue", "lightning_tq", "scripts/editable"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("transfer_queue.py", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("transfer_queue.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     return tree
 

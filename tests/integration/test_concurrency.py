@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from plain_rows import rows
 
 import transfer_queue as tq
+from tests.own_processes import SLOW
 
 WAIT_S = 20.0
 
@@ -140,3 +142,34 @@ def test_readers_never_see_a_sample_without_the_fields_they_asked_for(client, na
             count += meta.size
 
     together([produce, consume])
+
+
+FIRST_CALLS = """
+import json, sys, threading
+from transfer_queue.client import TransferQueueClient
+from transfer_queue.utils.zmq_utils import ZMQServerInfo
+
+controller = ZMQServerInfo.from_dict(json.loads(sys.argv[1]))
+together, done = threading.Barrier(8), []
+
+def first_call(number):
+    client = TransferQueueClient(f"first-{number}", controller)
+    together.wait()
+    done.append(client.get_partition_list())
+    client.close()
+
+sys.setswitchinterval(1e-6)
+threads = [threading.Thread(target=first_call, args=(number,)) for number in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(len(done))
+"""
+
+
+def test_the_first_calls_of_a_process_may_be_those_of_many_threads(queue, script):
+    controller = json.dumps(queue.controller.zmq_info.to_dict())
+    process = script(FIRST_CALLS, controller)
+    said, errors = process.communicate(timeout=3 * WAIT_S * SLOW)
+    assert (process.returncode, said) == (0, "8\n"), errors

@@ -49,7 +49,7 @@ def test_the_wheel_holds_both_packages_their_data_and_the_licence(built: tuple[P
 def test_the_sdist_builds_without_anything_else(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[0]) as sdist:
         names = [name.split("/", 1)[1] for name in sdist.getnames() if "/" in name]
-    assert {"pyproject.toml", "README.md", "LICENSE"} <= set(names)
+    assert {"pyproject.toml", "README.md", "LICENSE", "scripts/editable/guard.py"} <= set(names)
 
 
 def test_a_clean_environment_runs_the_ten_lines_from_the_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:

@@ -138,9 +138,11 @@ def test_an_editable_installation_notices_theirs(
     ]  # fmt: skip
     for step in steps if theirs_first else reversed(steps):
         step()
-    said = installation.says("import lightning_tq")
-    assert said.returncode == 1
-    assert f"'import transfer_queue' finds {installation.site}/transfer_queue/__init__.py" in said.stderr
+    for program in ("import transfer_queue", "import lightning_tq", "from transfer_queue.client import connect"):
+        said = installation.says(program)
+        assert said.returncode == 1
+        assert f"'import transfer_queue' finds {installation.site}/transfer_queue/__init__.py" in said.stderr
+        assert f"pip install --force-reinstall --no-deps -e {tree}\n" in said.stderr
     told = installation.command("doctor")
     assert (told.returncode, told.stdout) == (1, "")
     installation.mend(told.stderr)

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 from lightning.fabric import Fabric
-from producing import fill
+from producing import FIELDS, fill
 
+import transfer_queue as tq
 from lightning_tq import FabricLoader, Producer, ProducerError
 from tests.lightning.conftest import ROOT, stream
 from tests.own_processes import SLOW
@@ -138,13 +139,40 @@ def test_after_the_first_state_dict_batches_wait_for_the_next_one(fabric: Fabric
         assert in_flight(loader) == 1
 
 
-def test_a_producer_that_fails_ends_the_pass_with_its_traceback(fabric: Fabric) -> None:
+def findings(client: tq.TransferQueueClient) -> list[tq.Finding]:
+    """Once the queue has given up the producers of "train"."""
+    with pytest.raises(tq.ProducersGoneError):
+        client.get_meta(FIELDS, 8, "train", task_name="other", timeout_s=60)
+    return tq.diagnose(client.get_stats())
+
+
+def queue_that_stays() -> tq.TransferQueueClient:
+    """The test's own, so that it can be asked after the loader is closed."""
+    tq.init({"controller": {"producer_grace_s": 0.1}})
+    return tq.get_client()
+
+
+def test_a_producer_that_fails_ends_the_pass_with_its_traceback_and_the_queue_knows_how(fabric: Fabric) -> None:
     producer = Producer(target="producing:produce_then_fail", args={"partition": "train", "count": 2})
+    client = queue_that_stays()
     with (
         pytest.raises(ProducerError, match="the reward model fell over"),
-        FabricLoader(fabric, stream(), {"units": 1}, [producer]) as loader,
+        FabricLoader(fabric, stream(), producers=[producer]) as loader,
     ):
         passes(loader)
+    (found,) = findings(client)
+    assert found.kind == "gone"
+    assert re.search(r"pid \d+, ended with exit code 1, .*the reward model fell over", str(found)), found
+
+
+def test_the_end_of_a_producer_by_its_loader_is_no_finding(fabric: Fabric, tmp_path: Path) -> None:
+    args = {"partition": "train", "count": 4, "pid_file": str(tmp_path / "pid")}
+    client = queue_that_stays()
+    with FabricLoader(
+        fabric, stream(num_batches=1), producers=[Producer(target="producing:produce_then_stay", args=args)]
+    ) as loader:
+        assert len(passes(loader)[0]) == 1
+    assert findings(client) == []
 
 
 def test_invalid_templates_acks_and_states_are_refused(fabric: Fabric) -> None:

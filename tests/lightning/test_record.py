@@ -51,20 +51,28 @@ class Noting(LightningModule):
 
 
 @contextmanager
-def recorder(address: str, directory: Path, task: str = "learn") -> Iterator[subprocess.Popen[str]]:
-    """The command in a process, which has said that it records."""
+def run_recorder(address: str, directory: Path, task: str = "learn") -> Iterator[subprocess.Popen[str]]:
+    """The command in a process."""
     process = subprocess.Popen(
         [sys.executable, "-m", "lightning_tq", "record", address, str(directory), "--task", task],
         stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert process.stdout is not None
     try:
-        assert process.stdout.readline().startswith(f"Recording task {task!r}")
         yield process
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+@contextmanager
+def recorder(address: str, directory: Path, task: str = "learn") -> Iterator[subprocess.Popen[str]]:
+    """One that has said that it records."""
+    with run_recorder(address, directory, task) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(f"Recording task {task!r}")
+        yield process
 
 
 def weights(model: LightningModule) -> list[list[float]]:
@@ -93,6 +101,7 @@ def test_a_replay_trains_the_same_batches_to_the_same_weights_without_producers(
         datamodule.close()  # waits for the recorder
         said, _ = process.communicate()
     assert "10 batches written" in said
+    assert (process.returncode, "missing" in said) == (0, False)
     assert len(model.noted) == 20
     again = replayed(trainer, tmp_path / "record", **read)
     assert again.noted == model.noted
@@ -153,6 +162,30 @@ def test_what_a_killed_recorder_wrote_is_readable_and_the_next_one_goes_on_witho
         meta.global_indexes for meta in given
     ]
     assert set(client.get_stats()["partitions"]["train"]["tasks"]) == {"learn"}, "it holds nothing any more"
+
+
+def test_what_is_cleared_before_it_was_recorded_is_said_and_counted(
+    tmp_path: Path, data: Callable[..., TQDataModule]
+) -> None:
+    client, directory = client_of(data), tmp_path / "record"
+    client.register_task("learn", dp_size=1)
+    fill(client, "train", 7)
+    own = f"record:learn:{directory}"
+    client.register_task(own, follows="learn")  # as a recorder had that was killed
+    client.clear_samples(take(client, 0))
+    take(client, 1)
+    client.clear_partition("train")  # with three samples that nobody was given
+    assert client.get_stats()["dropped"] == {"learn": {"tail": 0, "cleared": 3}, own: {"tail": 0, "cleared": 4}}
+    fill(client, "train", 2)
+    take(client, 0)
+    with run_recorder(tq.init()["address"], directory) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("4 samples cleared before written, and may be missing: ")
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate()
+    assert "1 batch written" in said
+    assert process.returncode == 1
+    assert list(tq.RecordedBatches(directory).rounds) == [("train", 0)]
 
 
 def test_each_rank_is_given_its_own_share_again_and_another_number_of_ranks_is_refused(

@@ -85,6 +85,10 @@ class Metadata(msgspec.Struct, frozen=True, omit_defaults=True):
     directory: str = ""
 
 
+for _kind in (ValueFiles, Metadata):
+    msgspec.json.Decoder(_kind)  # prepared at import: see config.py
+
+
 _PIECE = 1 << 22
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from transfer_queue.control.partition import Partition
 
@@ -14,10 +14,12 @@ _OTHERS = "(others)"
 class Dropped:
     """``tail``: no round could be filled with them. ``cleared``: they were cleared before the task was given them.
 
-    The tails of partitions that still exist are not in here, because their consumers know them.
+    A task that follows another one is given a batch at once, but reads it later. So what was cleared before it
+    acknowledged the batch counts. The tails of partitions that still exist are not in here: their consumers know them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_follower: Callable[[str], bool]) -> None:
+        self._is_follower = is_follower
         self._counts: dict[str, dict[str, int]] = {}
 
     def _add(self, task: str, reason: str, count: int) -> None:
@@ -26,17 +28,25 @@ class Dropped:
             own = self._counts.setdefault(name, {"tail": 0, "cleared": 0})
             own[reason] += count
 
-    def samples_cleared(self, partition: Partition, undrawn: Mapping[str, int]) -> None:
-        """Samples of the partition were cleared. ``undrawn``: how many each task still had to get before that."""
-        for task, consumer in partition.consumers.items():
-            if not consumer.num_dropped:  # otherwise they were counted as its tail
-                self._add(task, "cleared", undrawn[task] - consumer.num_undrawn)
+    def wanted(self, partition: Partition) -> dict[str, int]:
+        """By task: how many samples would be lost to it if they were cleared, those of its tail included."""
+        return {
+            task: consumer.ledger.num_open_samples if self._is_follower(task) else consumer.num_undrawn
+            for task, consumer in partition.consumers.items()
+        }
+
+    def samples_cleared(self, partition: Partition, before: Mapping[str, int]) -> None:
+        """Samples of the partition were cleared. ``before``: what was ``wanted`` then."""
+        for task, count in self.wanted(partition).items():
+            if not partition.consumers[task].num_dropped:  # otherwise they were counted as its tail
+                self._add(task, "cleared", before[task] - count)
 
     def partition_cleared(self, partition: Partition) -> None:
         """The whole partition was cleared."""
-        for task, consumer in partition.consumers.items():
-            self._add(task, "tail", consumer.num_dropped)
-            self._add(task, "cleared", consumer.num_undrawn - consumer.num_dropped)
+        for task, count in self.wanted(partition).items():
+            tail = partition.consumers[task].num_dropped
+            self._add(task, "tail", tail)
+            self._add(task, "cleared", count - tail)
 
     def forget(self, task: str) -> None:
         """The task was deleted."""

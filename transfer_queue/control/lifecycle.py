@@ -87,9 +87,9 @@ def clear_samples(state: PlaneState, call: Call, request: p.ClearSamples) -> p.R
     partition = state.partitions.get(request.partition)
     if partition is None:
         return p.Cleared(request.id, b"")
-    undrawn = {task: consumer.num_undrawn for task, consumer in partition.consumers.items()}
+    before = state.dropped.wanted(partition)
     gone = partition.clear(group_work.clearing(state, partition, p.unpack_indexes(request.indexes)))
-    state.dropped.samples_cleared(partition, undrawn)
+    state.dropped.samples_cleared(partition, before)
     state.freed(partition)
     group_work.rows_gone(state, partition)
     return cleared(state, call, state.freezes.keep(gone))

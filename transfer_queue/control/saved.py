@@ -169,6 +169,10 @@ class _FormatOnly(msgspec.Struct):
     format: int
 
 
+for _kind in (SavedQueue, _FormatOnly):
+    msgspec.msgpack.Decoder(_kind)  # prepared at import: see config.py
+
+
 def decode(data: bytes) -> SavedQueue:
     """Raises CheckpointError for what is no saved state, or one of a newer version."""
     return decoded(data, SavedQueue, "the saved state of the queue")

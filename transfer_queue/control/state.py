@@ -87,7 +87,7 @@ class PlaneState:
         self._discarded: list[Partition] = []
         self.units = UnitTable()
         self.runs = RunTable()
-        self.dropped = Dropped()
+        self.dropped = Dropped(lambda task: self.tasks.is_follower(task))
 
     # ---- what a change wakes ----
 

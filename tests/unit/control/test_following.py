@@ -14,6 +14,7 @@ from control_kit import (
     batch,
     cancel,
     chores,
+    clear,
     clear_consumed,
     fetch,
     indexes,
@@ -112,6 +113,25 @@ def test_after_a_reset_it_is_given_what_the_other_task_is_given_again(plane):
     ask(plane, ACTOR, p.ResetConsumption, "p", "train")
     assert batch(plane, 4, 0, 0) == [0, 1, 2, 3]
     assert open_batches(plane) == {(0, 0): [0, 1, 2, 3]}
+
+
+def test_it_loses_what_is_cleared_before_it_acknowledges_it(plane):
+    def lost() -> int:
+        counts = ask(plane, ACTOR, p.GetStats).value["dropped"]
+        return int(counts.get("copy", {}).get("cleared", 0))
+
+    follow(plane)
+    put(plane, 8)
+    batch(plane, 2, 0, 0)
+    ack_all(plane)
+    for number in (1, 2):
+        batch(plane, 2, 0, number)
+    clear(plane, [0, 1, 7])  # two that it has acknowledged, and one that nobody was given
+    assert lost() == 0
+    clear(plane, [2])
+    assert lost() == 1
+    ask(plane, ACTOR, p.ClearPartition, "p")
+    assert lost() == 4
 
 
 def test_it_is_in_no_checkpoint_and_follows_the_queue_that_one_restores(plane):
