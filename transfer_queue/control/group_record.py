@@ -138,7 +138,7 @@ class Group:
             return RUNNING if any(own.is_held for own in self.holders.values()) else WAITING
         if not self.drawn:
             return READY if self.is_ready else CLOSED
-        return TRAINED if self.is_done_by_all(self.trained) else DRAWN
+        return TRAINED if self.trained and self.is_done_by_all(self.trained) else DRAWN
 
     @property
     def is_under_work(self) -> bool:
@@ -160,11 +160,12 @@ class Group:
 
     def is_done_by_all(self, tasks: Collection[str]) -> bool:
         """Whether all tasks that train it are among these, and one at least."""
-        return bool(tasks) and not set(self.terms.tasks).difference(tasks)
+        return bool(tasks) and (not self.terms.tasks or not set(self.terms.tasks).difference(tasks))
 
     def all_members(self) -> list[int]:
         """Ascending within each part."""
-        return self.members_of(sorted(self.members))
+        members = self.members
+        return [index for part in sorted(members) for index in members[part]]
 
     def members_of(self, parts: Iterable[int]) -> list[int]:
         return [index for part in parts for index in self.members.get(part, ())]

@@ -60,7 +60,7 @@ def settle(state: PlaneState, partition: Partition) -> None:
 
 def _go_on(state: PlaneState, partition: Partition, groups: Groups, group: Group) -> None:
     """Its record has changed: it fails, is judged, leaves or is done, if that says so."""
-    if group.is_under_work:
+    if not group.is_complete:
         if group.has_failed:
             leave(state, partition, group, FAILED, group.reasons[-1] if group.reasons else "")
     elif not group.num_members:

@@ -88,17 +88,16 @@ class ReadyGroups:
 
     def look_at(self, some: Iterable[Group]) -> None:
         """Whether these groups may be drawn, or their rows, have changed."""
+        num_ready, keys = self._num_ready, self._keys
         for group in some:
-            known = self._keys.get(group.index)
-            is_ready = (
-                group.passed and self._num_ready.get(group.index) == group.num_members and group.is_for(self._task)
-            )
-            if is_ready == (known is not None):
+            index = group.index
+            is_ready = group.passed and num_ready.get(index) == group.num_members and group.is_for(self._task)
+            if is_ready == (index in keys):
                 continue
             if is_ready:
                 self._insert(group)
-            elif known is not None:
-                self._remove((known, group.index))
+            else:
+                self._remove((keys.pop(index), index))
             group.is_ready = is_ready or (not group.drawn and any(group in each for each in self.groups.queues))
             if not group.drawn:
                 self.groups.update(group)
@@ -112,7 +111,6 @@ class ReadyGroups:
         insort(self._sorted, (key, group.index), lo=self._start)
 
     def _remove(self, entry: tuple[Key, int]) -> None:
-        del self._keys[entry[1]]
         if self._sorted[self._start] != entry:  # a draw takes the first ones: to look for each takes longer among more
             del self._sorted[bisect_left(self._sorted, entry, lo=self._start)]
             return
