@@ -177,11 +177,9 @@ def clearing(state: PlaneState, partition: Partition, indexes: p.Indexes) -> p.I
     if groups is None:
         return indexes
     more = []
-    for index in indexes.tolist():
-        group = groups.live.get(index)
-        if group is not None:
-            more += group.all_members()
-            _drop(state, partition, group, GONE)
+    for group in [groups.live[index] for index in indexes.tolist() if index in groups.live]:
+        more += group.all_members()
+        _drop(state, partition, group, GONE)
     return np.union1d(indexes, np.array(more, dtype=np.int64)) if more else indexes
 
 
@@ -196,13 +194,6 @@ def partition_gone(state: PlaneState, partition: Partition) -> None:
     state.waits.wake_first((LEASES,))
 
 
-def rows_gone(state: PlaneState, partition: Partition) -> None:
-    """A client has deleted rows: some groups may have none left, or only such as a gate waited for."""
-    if partition.groups is not None:
-        _judge_all(partition.groups)
-        settle(state, partition)
-
-
 def registered(state: PlaneState, task: str) -> None:
     """A task was registered. Raises before anything else changes, if its budget or its gate can't be."""
     sampler = state.leases.sampler(task)
@@ -212,12 +203,10 @@ def registered(state: PlaneState, task: str) -> None:
         parse_gate(sampler.gate)
     state.leases.trainers[task].accepts()  # the gate may be another one
     partitions = [partition for partition in state.partitions.values() if partition.groups is not None]
-    for terms in [terms for partition in partitions for terms in groups_of(partition).fresh]:
-        if task in terms.tasks:
-            state.leases.check_budgets(terms.tasks)
+    for terms in [terms for partition in partitions for terms in groups_of(partition).fresh if task in terms.tasks]:
+        state.leases.check_budgets(terms.tasks)
     for partition in partitions:
-        _judge_all(groups_of(partition))
-        settle(state, partition)
+        judge_all(state, partition)
 
 
 class GroupReader(Holding):
@@ -230,7 +219,7 @@ class GroupReader(Holding):
         self._state, self._client = state, client
 
     def end(self, died: bool) -> bool:
-        for task, trainer in self._state.leases.trainers.items():
+        for task, trainer in list(self._state.leases.trainers.items()):
             for name, reader in list(trainer.batches):
                 if reader == self._client:
                     heard_of_trained(self._state, self._state.partitions[name], task, reader, None)
@@ -321,11 +310,14 @@ def retagged(state: PlaneState, partition: Partition, indexes: Iterable[int]) ->
     settle(state, partition)
 
 
-def _judge_all(groups: Groups) -> None:
-    """Gates are to judge what they have not judged."""
-    # Each clear of samples asks for this, and there may be many live groups.
-    if groups.counts[CLOSED]:
+def judge_all(state: PlaneState, partition: Partition) -> None:
+    """Gates judge what they have not judged: rows are gone, or a task is new."""
+    groups = partition.groups
+    if groups is None:
+        return
+    if groups.counts[CLOSED]:  # each clear of samples asks for this, and there may be many live groups
         groups.touched.update(item for item in groups.live.items() if item[1].state == CLOSED)
+    settle(state, partition)
 
 
 def judge(state: PlaneState, partition: Partition, group: Group) -> None:
@@ -374,8 +366,7 @@ def before_draw(state: PlaneState, partition: Partition, task: str, ready: Calla
     assert sampler is not None
     _check_starved(task, sampler, trainer)
     if ready().follower is None:  # of a new reader, whose gate may be the first one for groups that name no task
-        _judge_all(groups)
-        settle(state, partition)
+        judge_all(state, partition)
     queue = ready_groups(ready(), groups, sampler, task)  # only what is ready may be too old for it
     step = state.leases.step_of(task, partition.name)
     if step is not None:
@@ -454,7 +445,7 @@ def _skip(partition: Partition, group: Group, task: str) -> None:
 def heard_of_trained(state: PlaneState, partition: Partition, task: str, reader: Hashable, before: int | None) -> None:
     """A reader asks for more, so it has trained its batches before this one; None: all of them."""
     trainer = state.leases.trainers.get(task)
-    batches = () if trainer is None else trainer.batches.get((partition.name, reader), {}).values()
+    batches = [] if trainer is None else trainer.batches.get((partition.name, reader), [])
     trained(state, partition, task, [batch for batch in batches if before is None or batch.number < before])
 
 

@@ -31,7 +31,7 @@ STARVED_AFTER: Final = 10
 class Trainer:
     """A task that draws groups: the slots that are taken, and what it has drawn and not trained yet.
 
-    ``batches``: by partition and reader, and by number. ``last_step``: the last one that it has drawn for.
+    ``batches``: by partition and reader. ``last_step``: the last one that it has drawn for.
     ``rejected``: groups in a row; ``seen``: what the gate saw of them.
     """
 
@@ -40,31 +40,30 @@ class Trainer:
     def __init__(self) -> None:
         self.charged = self.rejected = 0
         self.last_step = -1
-        self.batches: dict[tuple[str, Hashable], dict[int, Drawn]] = {}
+        self.batches: dict[tuple[str, Hashable], list[Drawn]] = {}
         self.seen: Counter[str] = Counter()
 
     def open_batches(self) -> list[Drawn]:
         """Those of which it has not trained all."""
-        return [batch for own in self.batches.values() for batch in own.values()]
+        return [batch for own in self.batches.values() for batch in own]
 
     def num_steps(self) -> int:
         return len({batch.step for batch in self.open_batches()})
 
     def has_drawn(self, partition: str, reader: Hashable, number: int | None, step: int, own: list[Group]) -> Drawn:
         """``number`` None: the reader's next batch."""
-        batches = self.batches.setdefault((partition, reader), {})
-        number = max(batches, default=-1) + 1 if number is None else number
-        batches[number] = batch = Drawn(partition, reader, number, step, {group.index: group for group in own})
+        batches = self.batches.setdefault((partition, reader), [])
+        number = (batches[-1].number + 1 if batches else 0) if number is None else number
+        batches.append(Drawn(partition, reader, number, step, {group.index: group for group in own}))
         self.last_step = max(self.last_step, step)
-        return batch
+        return batches[-1]
 
     def has_trained(self, batch: Drawn) -> list[Group]:
         """Its groups."""
-        own = self.batches.get((batch.partition, batch.reader), {})
-        if own.get(batch.number) is batch:
-            del own[batch.number]
-            if not own:
-                del self.batches[batch.partition, batch.reader]
+        batches = self.batches[batch.partition, batch.reader]
+        batches.remove(batch)
+        if not batches:
+            del self.batches[batch.partition, batch.reader]
         groups, batch.groups = batch.groups, {}
         return list(groups.values())
 

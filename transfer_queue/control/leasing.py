@@ -12,6 +12,7 @@ from transfer_queue import protocol as p
 from transfer_queue.calls import MORE, PIECE, Call, Holding, More, Steps, Wait
 from transfer_queue.control import group_work
 from transfer_queue.control.filtered import FilteredSet
+from transfer_queue.control.group_numbers import group_numbers
 from transfer_queue.control.group_record import REJECTED, Group, HeldLease
 from transfer_queue.control.groups import Groups
 from transfer_queue.control.leases import LEASES, is_of, is_pattern
@@ -194,21 +195,15 @@ def _too_late(state: PlaneState, request: p.LeaseGroups, waited_s: float) -> str
         return f"{text}there is no such partition. Add groups to one, or check the name."
     parts = []
     for partition in found:
-        if partition.groups is None:
-            parts.append(f"{partition.name!r} has no groups")
-            continue
-        numbers = partition.groups.numbers()
-        parts.append(f"{partition.name!r} has " + (", ".join(f"{n} {s}" for s, n in numbers.items()) or "none"))
-        waiting = [terms for terms, fresh in partition.groups.fresh.items() if fresh.count]
-        parts += [_slots(state, task) for task in sorted({task for terms in waiting for task in terms.tasks})]
+        numbers = group_numbers(state, partition, state.calls.now) or {"states": {"groups": "no"}, "slots": {}}
+        states = ", ".join(f"{count} {name}" for name, count in numbers["states"].items())
+        parts.append(f"{partition.name!r} has {states or 'none'}")
+        for task, own in numbers["slots"].items():
+            parts.append(
+                f"task {task!r} has {own['used']} of {own['budget']} slots in use" if own["budget"] else
+                f"task {task!r}, which is to train them, is not registered with a GroupSampler yet"
+            )  # fmt: skip
     return f"{text}{'; '.join(parts)}. Add groups, wait longer (timeout_s), or look at the trainer."
-
-
-def _slots(state: PlaneState, task: str) -> str:
-    sampler = state.leases.sampler(task)
-    if sampler is None:
-        return f"task {task!r}, which is to train them, is not registered with a GroupSampler yet"
-    return f"task {task!r} has {state.leases.trainers[task].charged} of {sampler.budget} slots in use"
 
 
 def end_lease(state: PlaneState, call: Call, request: p.EndLease) -> p.Reply:

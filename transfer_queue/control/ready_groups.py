@@ -12,7 +12,6 @@ from transfer_queue.control.group_record import Group
 from transfer_queue.control.groups import Groups
 from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.rows import Rows
-from transfer_queue.protocol import Tags
 from transfer_queue.sampler.group_sampler import GroupSampler
 
 Key = tuple[int, int]
@@ -67,9 +66,6 @@ class ReadyGroups:
         places = self.groups.overtaking
         places[self._task] = [at for at in places.get(self._task, ()) if at > group.seq]
         return places[self._task]
-
-    def tags_of_members(self, group: Group) -> list[Tags]:
-        return self.groups.tags_of_members(group)
 
     def changed(self, rows: Rows, present: bool) -> None:
         """These rows are ready now, or not any more."""
