@@ -176,13 +176,15 @@ class Lease:
         return p.Members(self.token, self._granted.head, parts, closes)
 
     async def _put(self, rows: Rows, tags: TagList, members: p.Members) -> BatchMeta:
-        return await self._told(members, self._client.put_members(as_tensordict(rows), self.partition, tags, members))
+        return await self._answered(
+            members, self._client.put_members(as_tensordict(rows), self.partition, tags, members)
+        )
 
     async def _end(self, how: str, members: p.Members, reason: str = "", blame: str = "worker") -> None:
         end = (self.partition, members, how, reason[:1000], blame)
-        await self._told(members, self._client.session.ask(p.EndLease, p.Done, *end))
+        await self._answered(members, self._client.session.ask(p.EndLease, p.Done, *end))
 
-    async def _told(self, members: p.Members, answer: Awaitable[_T]) -> _T:
+    async def _answered(self, members: p.Members, answer: Awaitable[_T]) -> _T:
         """The server's answer, and what follows from it for the lease."""
         try:
             reply = await answer
@@ -314,35 +316,35 @@ class LeaseStream:
         """``lease``: takes the next ones."""
         self._lease = lease
         self._taken: deque[Lease] = deque()
+        """The first one is worked on."""
 
     async def _next(self) -> Lease | None:
+        if self._taken:
+            self._taken.popleft()
         if not self._taken:
-            try:
+            with suppress(EndOfPartitionError):
                 self._taken.extend(await self._lease())
-            except EndOfPartitionError:
-                return None
-        return self._taken.popleft()
+        return self._taken[0] if self._taken else None
 
     def __iter__(self) -> Iterator[Lease]:
-        current: Lease | None = None
         try:
             while (current := run_blocking(self._next())) is not None:
                 yield current
         finally:
-            run_blocking(self._leave(current))
+            run_blocking(self._leave())
 
     async def __aiter__(self) -> AsyncIterator[Lease]:
-        current: Lease | None = None
         try:
             while (current := await self._next()) is not None:
                 yield current
         finally:
-            await self._leave(current)
+            await self._leave()
 
-    async def _leave(self, current: Lease | None) -> None:
-        for lease in [*([] if current is None else [current]), *self._taken]:
+    async def _leave(self) -> None:
+        blame: Literal["worker", "nobody"] = "worker"
+        while self._taken:
+            lease = self._taken.popleft()
             if lease.is_open:
                 with suppress(TransferQueueError):
-                    text = "its worker has stopped asking for leases"
-                    await lease.async_release(text, "worker" if lease is current else "nobody")
-        self._taken.clear()
+                    await lease.async_release("its worker has stopped asking for leases", blame)
+            blame = "nobody"

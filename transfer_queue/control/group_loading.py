@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from transfer_queue.control.group_record import CLOSED, DRAWN, LEFT, READY, RUNNING, TRAINED, WAITING, Group
+from transfer_queue.control.group_record import LEFT, TRAINED, UNDER_WORK, Group
 from transfer_queue.control.group_work import groups_of
-from transfer_queue.control.groups import COLUMNS, HEAD, PART, TERMS
+from transfer_queue.control.groups import COLUMNS, HEAD, PART, TERMS, Groups
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.rows import RowState
-from transfer_queue.protocol import Terms
+from transfer_queue.protocol import Tags, Terms
 
 
 def load(partition: Partition, columns: Mapping[str, bytes], terms: Sequence[Terms], start: int, shift: int) -> None:
@@ -33,8 +33,10 @@ def load(partition: Partition, columns: Mapping[str, bytes], terms: Sequence[Ter
     np.abs(parts, out=parts)  # older queues saved those of closed parts as negative ones
     if not ((numbers != 0) == (state == RowState.HEAD)).all() or (np.abs(numbers) > len(terms)).any():
         raise ValueError("heads of groups have terms, and other rows have none")
-    for row in (numbers < 0).nonzero()[0].tolist():
-        _load(partition, index.item(row), terms[-numbers.item(row) - 1])
+    begun = (numbers < 0).nonzero()[0]
+    tags = partition.tags.of(index[begun], start + begun)
+    for row in begun.tolist():
+        _load(groups, index.item(row), terms[-numbers.item(row) - 1], tags[index.item(row)])
     for row in heads.nonzero()[0].tolist():
         group, part = groups.live.get(heads.item(row) - 1), parts.item(row)
         if group is None or not part:
@@ -43,8 +45,7 @@ def load(partition: Partition, columns: Mapping[str, bytes], terms: Sequence[Ter
         group.num_members += 1
 
 
-def _load(partition: Partition, index: int, terms: Terms) -> None:
-    groups, tags = groups_of(partition), partition.tags[index]
+def _load(groups: Groups, index: int, terms: Terms, tags: Tags) -> None:
     seq, attempts, worker_attempts, passed, *closed = tags["group.record"]
     state, reasons = tags["group.state"], list(tags.get("group.reason", ()))
     if state in LEFT:
@@ -54,30 +55,6 @@ def _load(partition: Partition, index: int, terms: Terms) -> None:
     group = Group(index, terms, seq, tags.get("group.version"))
     group.attempts, group.worker_attempts, group.passed = attempts, worker_attempts, bool(passed)
     group.closed, group.reasons = set(closed), reasons
-    group.state = WAITING if state == RUNNING else CLOSED if state == READY else state
+    group.is_complete = state not in UNDER_WORK
+    group.trained = frozenset(terms.tasks if state == TRAINED else ())
     groups.enter(group)
-
-
-def finish(partition: Partition) -> None:
-    """All rows are in, and what each task was given."""
-    groups = groups_of(partition)
-    for group in groups.live.values():
-        for task in group.terms.tasks if group.state in (DRAWN, TRAINED) else ():
-            _find_reader(partition, group, task)
-    groups.rebuild()
-    groups.order()
-    groups.flush()
-
-
-def _find_reader(partition: Partition, group: Group, task: str) -> None:
-    consumer = partition.consumers.get(task)
-    rows = partition.rows_of(np.array(group.all_members()[:1], dtype=np.int64))
-    number = 0 if consumer is None else consumer.given.item(int(rows[0]))
-    if consumer is None or not number:
-        return
-    groups_of(partition).drawn(group, task)
-    is_over = not consumer.ledger.is_open(number)
-    if is_over or group.state == TRAINED:
-        group.trained_by |= {task}
-    if is_over:
-        group.acked_by |= {task}

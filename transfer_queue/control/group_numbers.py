@@ -26,7 +26,7 @@ def group_numbers(state: PlaneState, partition: Partition, now: float) -> dict[s
         budget, per_step = (0, 0) if sampler is None else (sampler.budget, sampler.groups)
         own = {"used": leases.trainers[task].charged, "budget": budget, "per_step": per_step}
         slots[task] = own if sampler is None or sampler.gate is None else own | {"gate": sampler.gate}
-    first = leases.oldest_of(partition)
+    first = leases.oldest_of(partition.name)
     oldest = None if first is None else {
         "worker": first.worker.client, "key": partition.keys.key_of(first.group.index), "age_s": now - first.since,
     }  # fmt: skip

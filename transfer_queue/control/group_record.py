@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Group: one prompt that work has begun on, its states, and the reserved tags that are its record."""
+"""Records: a group that work has begun on, who works on it, what was drawn of it; and the tags that say its state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
+from dataclasses import dataclass
 from typing import Any, Final
 
+from transfer_queue.calls import Holding, Until
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.protocol import Tags, Terms
 
@@ -21,41 +23,132 @@ REJECTED: Final = "rejected"
 STALE: Final = "stale"
 LEFT: Final = (FAILED, EXPIRED, REJECTED, STALE)
 UNDER_WORK: Final = (WAITING, RUNNING)
-DRAWABLE: Final = (CLOSED, READY)
-COMPLETE: Final = (CLOSED, READY, DRAWN, TRAINED)
+GONE: Final = "gone"
 RESERVED: Final = "group."
 """How the names of the tags begin that only the queue sets."""
+MOST_REASONS: Final = 8
+_REASON_LENGTH = 200
 _NOBODY: frozenset[str] = frozenset()
+
+
+class Worker(Holding):
+    """A session that has leases, until it ends. ``leases``: those that it holds, by token."""
+
+    until = Until.SESSION
+    __slots__ = ("client", "leases", "on_end", "wakes_at")
+
+    def __init__(self, client: str, on_end: Callable[[Worker, bool], None]) -> None:
+        self.client, self.on_end = client, on_end
+        self.leases: dict[int, HeldLease] = {}
+        self.wakes_at = 0.0
+
+    def end(self, died: bool) -> bool:
+        self.on_end(self, died)
+        return False
+
+
+@dataclass(slots=True, eq=False)
+class HeldLease:
+    """``is_held``: it has not ended. ``since``: when it was granted. ``renewed``: when its worker last said that work
+    goes on.
+    """
+
+    token: int
+    worker: Worker
+    partition: str
+    group: Group
+    lease_s: float
+    since: float
+    renewed: float = 0.0
+    is_held: bool = False
+
+    def parts(self) -> list[int]:
+        """Those that it has to close. No later lease has them."""
+        group = self.group
+        return [part for part, own in group.holders.items() if own is self and part not in group.closed]
+
+
+@dataclass(slots=True, eq=False)
+class Drawn:
+    """What a task's reader was given in one batch. ``groups``: those that it has not trained, by index.
+
+    ``reader``: a rank, or the client of a reader without one. ``step``: the one that trains them.
+    """
+
+    partition: str
+    reader: Hashable
+    number: int
+    step: int
+    groups: dict[int, Group]
 
 
 class Group:
     """A group that work has begun on. ``seq``: the token of its first lease, which is its place in their order.
 
-    ``tokens``: by part, of the lease that has it, or had it last. ``members``: by part, the indexes of its rows.
-    ``drawn_by``, ``trained_by``, ``acked_by``: tasks. ``passed``: no gate is against it. ``arrivals``: by task, its
-    place in the order in which groups became ready.
+    ``holders``: by part, the lease that has it, or had it last. ``members``: by part, the indexes of its rows.
+    ``left``: the state in which it left. ``is_complete``: no more members will come. ``passed``: no gate is against it,
+    so it may be drawn. ``is_ready``: some task could draw it now. ``drawn``: tasks that were given it, each with its
+    batch, until that is trained. ``trained``, ``acked``: tasks. ``arrivals``: by task, its place in the order in which
+    groups became ready.
     """
 
-    __slots__ = ("acked_by", "arrivals", "attempts", "closed", "drawn_by", "index", "is_charged", "members",
-                 "num_members", "passed", "reasons", "seq", "state", "terms", "tokens", "trained_by", "version",
-                 "worker_attempts")  # fmt: skip
+    __slots__ = (
+        "acked",
+        "arrivals",
+        "attempts",
+        "closed",
+        "drawn",
+        "holders",
+        "index",
+        "is_charged",
+        "is_complete",
+        "is_ready",
+        "left",
+        "members",
+        "num_members",
+        "passed",
+        "reasons",
+        "seq",
+        "state",
+        "terms",
+        "trained",
+        "version",
+        "worker_attempts",
+    )  # fmt: skip
 
     def __init__(self, index: int, terms: Terms, seq: int, version: int | None) -> None:
         self.index, self.terms, self.seq, self.version = index, terms, seq, version
         self.state = WAITING
+        self.left = ""
         self.attempts = self.worker_attempts = self.num_members = 0
+        self.is_complete = self.is_charged = self.passed = self.is_ready = False
         self.closed: set[int] = set()
-        self.tokens: dict[int, int] = {}
+        self.holders: dict[int, HeldLease] = {}
         self.members: dict[int, list[int]] = {}
         self.arrivals: dict[str, int] = {}
         self.reasons: list[str] = []
-        self.is_charged = self.passed = False
-        self.drawn_by = self.trained_by = self.acked_by = _NOBODY
+        self.drawn: dict[str, Drawn | None] = {}
+        self.trained = self.acked = _NOBODY
+
+    def next_state(self) -> str:
+        """The state that its record says."""
+        if self.left:
+            return self.left
+        if not self.is_complete:
+            return RUNNING if any(own.is_held for own in self.holders.values()) else WAITING
+        if not self.drawn:
+            return READY if self.is_ready else CLOSED
+        return TRAINED if self.trained and self.is_done_by_all(self.trained) else DRAWN
 
     @property
     def is_under_work(self) -> bool:
         """Whether members may still come."""
-        return self.state in UNDER_WORK
+        return not self.is_complete and not self.left
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether its attempts are used up."""
+        return self.attempts >= self.terms.attempts or self.worker_attempts >= self.terms.worker_attempts
 
     @property
     def attempt(self) -> int:
@@ -65,20 +158,33 @@ class Group:
         """Whether this task trains it: any does where its terms name none."""
         return not self.terms.tasks or task in self.terms.tasks
 
-    def is_done_by_all(self, tasks: frozenset[str]) -> bool:
+    def is_done_by_all(self, tasks: Collection[str]) -> bool:
         """Whether all tasks that train it are among these, and one at least."""
-        return bool(tasks) and tasks.issuperset(self.terms.tasks)
+        return bool(tasks) and (not self.terms.tasks or not set(self.terms.tasks).difference(tasks))
 
     def all_members(self) -> list[int]:
         """Ascending within each part."""
-        return [index for part in sorted(self.members) for index in self.members[part]]
+        members = self.members
+        return [index for part in sorted(members) for index in members[part]]
 
-    def void(self, token: int) -> None:
-        """This lease has been given up: nothing can come of it any more."""
-        self.tokens = {part: own for part, own in self.tokens.items() if own != token or part in self.closed}
+    def members_of(self, parts: Iterable[int]) -> list[int]:
+        return [index for part in parts for index in self.members.get(part, ())]
 
     def open_parts(self) -> list[int]:
         return [part for part in range(self.terms.parts) if part not in self.closed]
+
+    def free_parts(self) -> list[int]:
+        """Open parts that no lease has."""
+        parts, holders = self.open_parts(), self.holders
+        return [part for part in parts if (own := holders.get(part)) is None or not own.is_held] if holders else parts
+
+    def leases(self) -> list[HeldLease]:
+        """Those of workers that are at it."""
+        return [own for own in dict.fromkeys(self.holders.values()) if own.is_held]
+
+    def note(self, reason: str) -> None:
+        """Why an attempt has failed, or why it leaves. The last attempt may have said so already."""
+        self.reasons = [*self.reasons, shortened(reason)][-MOST_REASONS:]
 
     def tags(self) -> Tags:
         """What filters, watches and checkpoints see."""
@@ -91,6 +197,11 @@ class Group:
         if self.reasons:
             tags["group.reason"] = self.reasons
         return tags
+
+
+def shortened(reason: str) -> str:
+    """As much of it as is kept."""
+    return reason[:_REASON_LENGTH]
 
 
 def check_terms(terms: Terms) -> None:

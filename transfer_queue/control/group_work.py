@@ -17,18 +17,20 @@ from transfer_queue.control.group_record import (
     DRAWN,
     EXPIRED,
     FAILED,
-    READY,
+    GONE,
     REJECTED,
     STALE,
     TRAINED,
+    Drawn,
     Group,
+    HeldLease,
 )
 from transfer_queue.control.groups import Groups
-from transfer_queue.control.leases import LEASES, STARVED_AFTER, HeldLease, Trainer
+from transfer_queue.control.leases import LEASES, STARVED_AFTER, Trainer
 from transfer_queue.control.ledger import Entry
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet
-from transfer_queue.control.ready_groups import ready_groups
+from transfer_queue.control.ready_groups import ReadyGroups, ready_groups
 from transfer_queue.control.rows import Rows
 from transfer_queue.control.state import PlaneState
 from transfer_queue.errors import GateStarvedError, InvalidRequestError, LeaseLostError
@@ -43,16 +45,35 @@ def groups_of(partition: Partition) -> Groups:
 
 
 def settle(state: PlaneState, partition: Partition) -> None:
-    """End a change of groups: what it emptied is dealt with, tags are written, and those that wait are woken."""
+    """End a change of groups: what follows from it is done, values are deleted, and those that wait are woken."""
     groups = groups_of(partition)
-    for group in groups.emptied():
-        if group.state in (DRAWN, TRAINED):
+    while groups.touched:
+        touched, groups.touched = groups.touched, {}
+        for group in touched.values():
+            _go_on(state, partition, groups, group)
+    if groups.gone:
+        gone, groups.gone = np.concatenate(groups.gone), []
+        state.delete(state.freezes.keep(gone))  # unless a save is still to read them
+    state.freed(partition)
+    state.waits.wake_first((LEASES,))
+
+
+def _go_on(state: PlaneState, partition: Partition, groups: Groups, group: Group) -> None:
+    """Its record has changed: it fails, is judged, leaves or is done, if that says so."""
+    if not group.is_complete:
+        if group.has_failed:
+            leave(state, partition, group, FAILED, group.reasons[-1] if group.reasons else "")
+    elif not group.num_members:
+        if group.drawn:
             finish(state, partition, group)
         else:
             leave(state, partition, group, REJECTED, "all its rows were cleared")
-    groups.flush()
-    state.freed(partition)
-    state.waits.wake_first((LEASES,))
+    elif not group.passed:
+        judge(state, partition, group)
+    elif group.state == TRAINED:
+        state.leases.charge(group, by=-1)
+        if group.terms.tasks and group.is_done_by_all(group.acked):
+            finish(state, partition, group)
 
 
 # ---- new groups and members ----
@@ -74,37 +95,35 @@ class NewRows(Holding):
         if partition is None or not groups_of(partition).may_undo(role, self._indexes):
             return False
         partition.num_heads -= len(self._indexes) if isinstance(role, p.Terms) else 0
-        delete(self._state, partition, self._indexes.tolist())
+        groups_of(partition).clear(self._indexes.tolist())
         settle(self._state, partition)
         return True
 
 
-def check_members(state: PlaneState, call: Call, partition: Partition, members: p.Members, count: int) -> Group:
-    """The group, if the call's session may add so many rows. Raises as ``Groups.check``."""
+def check_members(state: PlaneState, call: Call, partition: Partition, members: p.Members, count: int) -> HeldLease:
+    """The lease, if the call's session may add so many rows to its group. Raises as ``Groups.check``."""
     if partition.groups is None:
         raise LeaseLostError(f"partition {partition.name!r} has no groups (any more); nothing was written.")
-    lease = state.leases.held.get(members.lease)
-    if lease is not None and (lease.worker.client != call.client or lease.group.index != members.head):
+    lease = partition.groups.check(members, count)
+    if lease.is_held and lease.worker.client != call.client:
         raise LeaseLostError(f"this lease is another one, of client {lease.worker.client!r}; nothing was written.")
-    return partition.groups.check(members, count)
+    return lease
 
 
 def joined(state: PlaneState, call: Call, partition: Partition, members: p.Members, indexes: p.Indexes) -> None:
     """Rows that were just published, if any, belong to a group; the last ones of a part close it."""
-    groups, lease = groups_of(partition), state.leases.held.get(members.lease)
+    groups = groups_of(partition)
     group = groups.live[members.head]
+    lease = group.holders[members.parts[0]]
     groups.join(group, members, indexes.tolist())
-    if lease is not None and not members.closes:
+    if lease.is_held and not members.closes:
         state.changed(partition)  # nothing but its rows has
         return
-    if lease is None and not members.closes:
-        state.leases.revive(call, members.lease)
-    if lease is not None and members.closes:
-        lease.parts = [part for part in lease.parts if part not in group.closed]
-        if not lease.parts:
-            state.leases.end(lease)
-    _note_holders(state, groups, group)
-    judge(state, partition, group)
+    if not members.closes:
+        state.leases.revive(lease)
+    elif lease.is_held and not lease.parts():
+        state.leases.end(lease)
+    groups.update(group)
     settle(state, partition)
 
 
@@ -114,30 +133,26 @@ def joined(state: PlaneState, call: Call, partition: Partition, members: p.Membe
 def give_up(state: PlaneState, lease: HeldLease, reason: str, blame: str | None) -> None:
     """A lease ends for good: nothing can come of it any more."""
     if state.leases.end(lease):
-        lease.group.void(lease.token)
+        for part in lease.parts():
+            del lease.group.holders[part]
         lost(state, lease, reason, blame)
 
 
 def lost(state: PlaneState, lease: HeldLease, reason: str, blame: str | None) -> None:
-    """A lease has ended, and its parts are for others."""
-    group, groups = lease.group, groups_of(lease.partition)
-    if groups.released(group, reason, blame):
-        leave(state, lease.partition, group, FAILED, reason)
-    else:
-        _note_holders(state, groups, group)
-    settle(state, lease.partition)
-
-
-def _note_holders(state: PlaneState, groups: Groups, group: Group) -> None:
-    """Leases of it have changed."""
-    if group.is_under_work:
-        groups.held(group, bool(state.leases.holders(group)), bool(state.leases.free_parts(group)))
+    """A lease has ended, and its parts are for others. ``blame``: whose attempt that counts as; None: nobody's."""
+    partition, group = state.partitions[lease.partition], lease.group
+    if blame is not None and reason:
+        group.note(reason)
+    group.attempts += blame == "sample"
+    group.worker_attempts += blame == "worker"
+    groups_of(partition).update(group)
+    settle(state, partition)
 
 
 def leave(state: PlaneState, partition: Partition, group: Group, into: str, reason: str) -> None:
     """The group is not trained. Its slot is free, its rows are gone, and those who work on it hear of that."""
-    state.leases.dismiss(group)
-    gone(state, groups_of(partition).leave(group, into, reason))
+    _drop(state, partition, group, into, reason)
+    groups_of(partition).clear(group.all_members())
 
 
 def finish(state: PlaneState, partition: Partition, group: Group) -> None:
@@ -147,20 +162,13 @@ def finish(state: PlaneState, partition: Partition, group: Group) -> None:
         rows = partition.rows_of(np.array(group.all_members()[:1], dtype=np.int64)).tolist()
         if any(own.ledger.is_open(own.given.item(row)) for own in readers for row in rows):
             return
+    _drop(state, partition, group, GONE)
+    groups_of(partition).clear([*group.all_members(), group.index])
+
+
+def _drop(state: PlaneState, partition: Partition, group: Group, into: str, reason: str = "") -> None:
     state.leases.dismiss(group)
-    groups_of(partition).forget(group)
-    delete(state, partition, [*group.all_members(), group.index])
-
-
-def delete(state: PlaneState, partition: Partition, indexes: list[int]) -> None:
-    """Delete rows and their values."""
-    gone(state, partition.clear(np.array(indexes, dtype=np.int64)))
-
-
-def gone(state: PlaneState, indexes: p.Indexes) -> None:
-    """These rows were cleared: their values are deleted, unless a save is still to read them."""
-    if len(indexes):
-        state.delete(state.freezes.keep(indexes))
+    groups_of(partition).drop(group, into, reason)
 
 
 def clearing(state: PlaneState, partition: Partition, indexes: p.Indexes) -> p.Indexes:
@@ -169,12 +177,9 @@ def clearing(state: PlaneState, partition: Partition, indexes: p.Indexes) -> p.I
     if groups is None:
         return indexes
     more = []
-    for index in indexes.tolist():
-        group = groups.live.get(index)
-        if group is not None:
-            more += group.all_members()
-            state.leases.dismiss(group)
-            groups.forget(group)
+    for group in [groups.live[index] for index in indexes.tolist() if index in groups.live]:
+        more += group.all_members()
+        _drop(state, partition, group, GONE)
     return np.union1d(indexes, np.array(more, dtype=np.int64)) if more else indexes
 
 
@@ -189,13 +194,6 @@ def partition_gone(state: PlaneState, partition: Partition) -> None:
     state.waits.wake_first((LEASES,))
 
 
-def rows_gone(state: PlaneState, partition: Partition) -> None:
-    """A client has deleted rows: some groups may have none left, or only such as a gate waited for."""
-    if partition.groups is not None:
-        _judge_all(state, partition)
-        settle(state, partition)
-
-
 def registered(state: PlaneState, task: str) -> None:
     """A task was registered. Raises before anything else changes, if its budget or its gate can't be."""
     sampler = state.leases.sampler(task)
@@ -205,12 +203,10 @@ def registered(state: PlaneState, task: str) -> None:
         parse_gate(sampler.gate)
     state.leases.trainers[task].accepts()  # the gate may be another one
     partitions = [partition for partition in state.partitions.values() if partition.groups is not None]
-    for terms in [terms for partition in partitions for terms in groups_of(partition).fresh]:
-        if task in terms.tasks:
-            state.leases.check_budgets(terms.tasks)
+    for terms in [terms for partition in partitions for terms in groups_of(partition).fresh if task in terms.tasks]:
+        state.leases.check_budgets(terms.tasks)
     for partition in partitions:
-        _judge_all(state, partition)
-        settle(state, partition)
+        judge_all(state, partition)
 
 
 class GroupReader(Holding):
@@ -223,10 +219,10 @@ class GroupReader(Holding):
         self._state, self._client = state, client
 
     def end(self, died: bool) -> bool:
-        for partition in list(self._state.partitions.values()):
-            for task, reader in [] if partition.groups is None else list(partition.groups.batches):
+        for task, trainer in list(self._state.leases.trainers.items()):
+            for name, reader in list(trainer.batches):
                 if reader == self._client:
-                    heard_of_trained(self._state, partition, task, reader, None)
+                    heard_of_trained(self._state, self._state.partitions[name], task, reader, None)
         return False
 
 
@@ -244,8 +240,9 @@ def deadline(state: PlaneState, partition: Partition, group: Group) -> None:
     patience = f"in {group.terms.deadline_s:.4g} s"
     if group.is_under_work and len(group.closed) >= (group.terms.min_parts or group.terms.parts):
         state.leases.abort_all(group)
-        gone(state, groups.late(group))
-        judge(state, partition, group)
+        group.is_complete = True
+        groups.clear(group.members_of(group.open_parts()))
+        groups.update(group)
         watch_deadline(state, partition, group)  # now for its gate's tags
     elif group.is_under_work:
         text = f"{len(group.closed)} of {group.terms.parts} parts were closed {patience}"
@@ -263,31 +260,41 @@ def watch_deadline(state: PlaneState, partition: Partition, group: Group) -> Non
 
 def restored(state: PlaneState, versions: Mapping[str, int], next_token: int) -> None:
     """The plane has other partitions: what their groups hold slots for, and what was drawn of them, is known again."""
-    parts = [(each, each.groups) for each in state.partitions.values() if each.groups is not None]
     state.leases.restored(versions, next_token)
-    for partition, groups in parts:
+    for partition in [each for each in state.partitions.values() if each.groups is not None]:
+        groups = groups_of(partition)
+        groups.rebuild()
+        groups.order()
+        for consumer in partition.consumers.values():
+            _find_drawn(state, partition, groups, consumer)
         for group in groups.live.values():
             if group.state != TRAINED:
                 state.leases.charge(group)
             if group.is_under_work:
                 watch_deadline(state, partition, group)
-        for task, consumer in partition.consumers.items():
-            if state.leases.sampler(task) is not None:
-                _find_drawn(state, partition, consumer)
         settle(state, partition)
-    state.waits.wake_first((LEASES,))
 
 
-def _find_drawn(state: PlaneState, partition: Partition, consumer: Consumer) -> None:
-    """Batches that were not acknowledged when the queue was saved. Their groups may be trained, or not."""
+def _find_drawn(state: PlaneState, partition: Partition, groups: Groups, consumer: Consumer) -> None:
+    """What a task was given before the queue was saved. What it has not acknowledged, it may have trained."""
+    task, given, ledger = consumer.task, consumer.given, consumer.ledger
+    drawn, over = list[Group](), list[Group]()
+    draws_any = state.leases.sampler(task) is not None
+    for group in groups.live.values():
+        is_for = task in group.terms.tasks or (draws_any and group.is_for(task))
+        if is_for and group.is_complete and group.num_members:
+            number = given.item(int(partition.rows_of(np.array(group.all_members()[:1], dtype=np.int64))[0]))
+            (drawn if ledger.is_open(number) else over if number else list[Group]()).append(group)
+    groups.drawn(task, drawn + over, None)
+    groups.acked(task, over)
     rounds: dict[Hashable, list[tuple[Hashable, int | None, list[Group]]]] = {}
-    for entry in consumer.ledger.open_entries():
-        own = groups_of(partition).of_rows(partition.rows_of(entry.indexes))
-        if drawn := [group for group in own if group.state == DRAWN]:
-            same_round = entry.key if entry.dp_size is None else entry.key[1]
-            rounds.setdefault(same_round, []).append((*entry.key, drawn))
+    for entry in ledger.open_entries() if drawn else ():
+        rows, found = partition.table.find(entry.indexes)
+        own = [group for group in groups.of_rows(rows[found]) if group.state == DRAWN]
+        if own:
+            rounds.setdefault(entry.key if entry.dp_size is None else entry.key[1], []).append((*entry.key, own))
     for batches in rounds.values():
-        _was_given(state, partition, consumer.task, batches)
+        _was_given(state, partition, task, batches)
 
 
 # ---- gates ----
@@ -299,24 +306,22 @@ def retagged(state: PlaneState, partition: Partition, indexes: Iterable[int]) ->
     if groups is None or not groups.counts[CLOSED]:
         return
     rows, found = partition.table.find(np.fromiter(indexes, dtype=np.int64))
-    for group in groups.of_rows(rows[found]):
-        judge(state, partition, group)
+    groups.touched.update((group.index, group) for group in groups.of_rows(rows[found]))
     settle(state, partition)
 
 
-def _judge_all(state: PlaneState, partition: Partition) -> None:
-    """Gates judge what they have not judged."""
-    groups = groups_of(partition)
-    # Each clear of samples asks for this, and there may be many live groups.
-    closed = [each for each in groups.live.values() if each.state == CLOSED] if groups.counts[CLOSED] else []
-    for group in closed:
-        judge(state, partition, group)
+def judge_all(state: PlaneState, partition: Partition) -> None:
+    """Gates judge what they have not judged: rows are gone, or a task is new."""
+    groups = partition.groups
+    if groups is None:
+        return
+    if groups.counts[CLOSED]:  # each clear of samples asks for this, and there may be many live groups
+        groups.touched.update(item for item in groups.live.items() if item[1].state == CLOSED)
+    settle(state, partition)
 
 
 def judge(state: PlaneState, partition: Partition, group: Group) -> None:
     """A closed group passes the gates of its tasks, or is rejected, once all its rows have the tags that they name."""
-    if group.state != CLOSED or group.passed:
-        return
     tasks = group.terms.tasks or partition.consumers
     samplers = [(task, sampler) for task in tasks if (sampler := state.leases.sampler(task)) is not None]
     if not samplers and not group.terms.tasks:
@@ -338,7 +343,8 @@ def judge(state: PlaneState, partition: Partition, group: Group) -> None:
     for task, _ in gates:
         state.leases.trainers[task].accepts()
     group.passed = True
-    groups_of(partition).changed(group)
+    groups_of(partition).update(group)
+    groups_of(partition).offer([group])
 
 
 def _check_starved(task: str, sampler: GroupSampler, trainer: Trainer) -> None:
@@ -360,12 +366,13 @@ def before_draw(state: PlaneState, partition: Partition, task: str, ready: Calla
     assert sampler is not None
     _check_starved(task, sampler, trainer)
     if ready().follower is None:  # of a new reader, whose gate may be the first one for groups that name no task
-        _judge_all(state, partition)
-        ready_groups(ready(), groups, sampler, task)  # only what is ready may be too old for it
+        judge_all(state, partition)
+    queue = ready_groups(ready(), groups, sampler, task)  # only what is ready may be too old for it
     step = state.leases.step_of(task, partition.name)
     if step is not None:
-        drop_stale(state, partition, task, step, is_drawing=True)
-    groups.flush()
+        drop_stale(state, partition, task, step, queue)
+    if groups.touched:
+        settle(state, partition)
     ready_groups(ready(), groups, sampler, task).step = step
 
 
@@ -376,7 +383,6 @@ def drew(
     groups = groups_of(partition)
     given = [(reader, batch, groups.of_rows(rows)) for reader, batch, rows in batches]
     _was_given(state, partition, task, given)
-    groups.flush()
     sampler = state.leases.sampler(task)
     if sampler is not None and sampler.window is not None:
         groups.overtaking[task] = sorted([
@@ -388,31 +394,29 @@ def _was_given(
     state: PlaneState, partition: Partition, task: str, batches: list[tuple[Hashable, int | None, list[Group]]]
 ) -> None:
     """By reader and batch, the groups that train in the task's next step."""
-    groups, step = groups_of(partition), state.leases.step_of(task, partition.name) or 0
-    state.leases.trainers[task].has_drawn(step, [group.index for _, _, own in batches for group in own])
-    for reader, batch, own in batches:
-        groups.keep_batch((task, reader), batch, own)
-        for group in own:
-            groups.drawn(group, task)
+    step = state.leases.step_of(task, partition.name) or 0
+    for reader, number, own in batches:
+        batch = state.leases.trainers[task].has_drawn(partition.name, reader, number, step, own)
+        groups_of(partition).drawn(task, own, batch)
 
 
-def undrew(state: PlaneState, partition: Partition, task: str, drawn: Iterable[Group]) -> None:
+def undrew(state: PlaneState, partition: Partition, task: str, some: Iterable[Group]) -> None:
     """The task never got these groups, or begins anew: it may draw them once more."""
-    for group in drawn:
-        if task in group.drawn_by:
-            state.leases.trainers[task].is_over(group.index)
-            groups_of(partition).undrawn(group, task)
+    back = [group for group in some if task in group.drawn]
+    for group in back:
+        state.leases.trainers[task].is_over(group, group.drawn[task])
+    groups_of(partition).undrawn(task, back)
     settle(state, partition)
 
 
 def reset(state: PlaneState, partition: Partition, task: str) -> None:
     """The task begins anew with what is here."""
     if partition.groups is not None:
-        undrew(state, partition, task, list(partition.groups.live.values()))
+        undrew(state, partition, task, partition.groups.live.values())
 
 
-def drop_stale(state: PlaneState, partition: Partition, task: str, step: int, is_drawing: bool) -> None:
-    """With ``stale="drop"``, what is too old for this step leaves. ``is_drawing``: only what might be drawn for it."""
+def drop_stale(state: PlaneState, partition: Partition, task: str, step: int, among: ReadyGroups | None = None) -> None:
+    """With ``stale="drop"``, what is too old for this step leaves. ``among``: only what might be drawn for it."""
     sampler = state.leases.sampler(task)
     if sampler is None or sampler.stale != "drop" or sampler.max_staleness is None:
         return
@@ -421,54 +425,49 @@ def drop_stale(state: PlaneState, partition: Partition, task: str, step: int, is
     for group in groups_of(partition).unfinished.values():
         if group.version is not None and group.version >= oldest and not state.leases.went_back:
             break  # later ones are not older
-        if group.version is not None and group.version < oldest and group.is_for(task) and task not in group.drawn_by:
+        if group.version is not None and group.version < oldest and group.is_for(task) and task not in group.drawn:
             too_old.append(group)
     for group in too_old:
-        if group.drawn_by:
-            _skip(state, partition, group, task)
-        elif group.state == READY or not is_drawing:
+        if group.drawn:
+            _skip(partition, group, task)
+        elif among is None or group in among:
             leave(state, partition, group, STALE, f"version {group.version} is too old for step {step}")
 
 
-def _skip(state: PlaneState, partition: Partition, group: Group, task: str) -> None:
+def _skip(partition: Partition, group: Group, task: str) -> None:
     """One task trains without this group, which others have been given."""
     groups = groups_of(partition)
-    groups.drawn(group, task)
+    groups.drawn(task, [group], None)
     partition.consumer(task).give(partition.rows_of(np.array(group.all_members(), dtype=np.int64)), UNLEDGERED)
-    if groups.trained(group, task):
-        state.leases.free(group)
-    if groups.acked(group, task):
-        finish(state, partition, group)
+    groups.acked(task, [group])
 
 
 def heard_of_trained(state: PlaneState, partition: Partition, task: str, reader: Hashable, before: int | None) -> None:
     """A reader asks for more, so it has trained its batches before this one; None: all of them."""
-    drawn = [] if partition.groups is None else partition.groups.take_trained((task, reader), before)
-    if drawn:
-        trained(state, partition, task, drawn)
+    trainer = state.leases.trainers.get(task)
+    batches = [] if trainer is None else trainer.batches.get((partition.name, reader), [])
+    trained(state, partition, task, [batch for batch in batches if before is None or batch.number < before])
 
 
-def trained(state: PlaneState, partition: Partition, task: str, drawn: Iterable[Group]) -> None:
-    """A task has trained these groups. The slots of those that all their tasks have trained are free."""
-    groups, trainer = groups_of(partition), state.leases.trainers[task]
-    for group in drawn:
-        if groups.live.get(group.index) is group:  # else it has left since, and may wait again
-            trainer.is_over(group.index)
-            if groups.trained(group, task):
-                state.leases.free(group)
-    settle(state, partition)
+def trained(state: PlaneState, partition: Partition, task: str, batches: Sequence[Drawn]) -> None:
+    """A task has trained these batches. The slots of the groups that all their tasks have trained are free."""
+    for batch in batches:
+        groups_of(partition).trained(task, state.leases.trainers[task].has_trained(batch))
+    if batches:
+        settle(state, partition)
 
 
 def acked(state: PlaneState, partition: Partition, task: str, entries: Sequence[Entry]) -> None:
     """A task has acknowledged these batches, so it has trained their groups. What all have acknowledged is deleted."""
     groups = partition.groups
-    follows = state.tasks.is_follower(task)
-    if groups is None or not entries or (state.leases.sampler(task) is None and not follows):
+    if groups is None or not entries or (state.leases.sampler(task) is None and not state.tasks.is_follower(task)):
         return
     rows, found = partition.table.find(np.concatenate([entry.indexes for entry in entries]))
     own = groups.of_rows(rows[found])
-    trained(state, partition, task, [] if follows else own)
-    for group in own:
-        if groups.live.get(group.index) is group and groups.acked(group, task):
-            finish(state, partition, group)
+    if state.tasks.is_follower(task):
+        groups.touched.update((group.index, group) for group in own)  # they may only have waited for it
+    else:
+        for group in own:
+            state.leases.trainers[task].is_over(group, group.drawn.get(task))
+        groups.acked(task, own)
     settle(state, partition)

@@ -9,27 +9,25 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Final, Protocol
-from weakref import ref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, Protocol
+from weakref import WeakSet
 
 import numpy as np
 
 from transfer_queue.control.group_record import (
-    CLOSED,
-    COMPLETE,
-    DRAWABLE,
-    DRAWN,
+    GONE,
     LEFT,
-    READY,
+    MOST_REASONS,
     REJECTED,
     RESERVED,
-    RUNNING,
-    TRAINED,
     UNDER_WORK,
     WAITING,
+    Drawn,
     Group,
+    HeldLease,
     check_tags,
+    shortened,
 )
 from transfer_queue.control.keys_and_tags import TagStore, unpacked_tags
 from transfer_queue.control.ready import ReadySet
@@ -41,11 +39,6 @@ TERMS, HEAD, PART = "group:terms", "group:head", "group:part"
 """Columns. By head's row: 1 + the number of its terms, negative from its first lease on. By member's row: 1 + the index
 of its head; 1 + its part."""
 COLUMNS: Final = ((TERMS, "<i4"), (HEAD, "<i8"), (PART, "<i4"))
-_MOST_REASONS = 8
-_REASON_LENGTH = 200
-Reader = tuple[str, Hashable]
-"""(task, rank, or the client of a reader without one)"""
-_NONE: Indexes = np.empty(0, dtype=np.int64)
 _IS_HEAD = one_of(RowState.HEAD)
 
 
@@ -60,8 +53,15 @@ class Samples(Protocol):
     def clear(self, indexes: Indexes) -> Indexes: ...
 
 
+class Queue(Protocol):
+    """The groups that a task may draw: see ``ReadyGroups``."""
+
+    def __contains__(self, group: Group, /) -> bool: ...
+    def look_at(self, some: Iterable[Group]) -> None: ...
+
+
 class Groups:
-    """The groups of one partition. A call of ``flush`` ends each change, and makes it visible in the tags."""
+    """The groups of one partition. Whoever changes a group's record calls ``update``, which changes its state."""
 
     def __init__(self, partition: Samples) -> None:
         self.partition = partition
@@ -74,6 +74,10 @@ class Groups:
         """Those of them that some task has still to draw, in the order of their first leases."""
         self.with_free_parts: dict[int, Group] = {}
         """Those with an open part that no lease has."""
+        self.touched: dict[int, Group] = {}
+        """Those of them whose record has changed, so that more may follow from it."""
+        self.gone: list[Indexes] = []
+        """Rows that were deleted, and whose values are still to be."""
         self.counts: Counter[str] = Counter()
         """Groups by state, without those that wait for their first lease; of those that left, all that ever did."""
         self.arrivals = itertools.count()
@@ -82,14 +86,13 @@ class Groups:
         """By gate, or other reason, how many were."""
         self.member_fields: set[str] = set()
         """Fields that members were put with. Who leases a group is about to put them."""
-        self.batches: dict[Reader, dict[int, list[Group]]] = {}
-        """What was drawn and not trained: by task and reader, and by batch."""
         self.overtaking: dict[str, list[int]] = {}
         """By task, places of drawn groups that may lie behind undrawn ones in the order of first leases, ascending."""
-        self.followers: list[ref[Any]] = []
-        """The ``ReadyGroups`` of tasks."""
-        self._dirty: dict[int, Group] = {}
+        self.queues: WeakSet[Queue] = WeakSet()
+        """Of tasks: they are told which groups may be drawn."""
+        self._unwritten: dict[int, Group] = {}
         """Those whose tags don't say yet what has become of them."""
+        partition.tags.late = self.write_tags
         for name, dtype in COLUMNS:
             self._table.ensure_column(name, np.dtype(dtype))
 
@@ -122,10 +125,6 @@ class Groups:
         versions = {group.index: group.version for group in self.of_rows(rows) if group.version is not None}
         return pack_indexes(heads), versions
 
-    def emptied(self) -> list[Group]:
-        """Groups that are complete, and all of whose rows were deleted by others since the last ``flush``."""
-        return [group for group in self._dirty.values() if group.state in COMPLETE and not group.num_members]
-
     def tags_of_members(self, group: Group) -> list[Tags]:
         indexes = np.array(group.all_members(), dtype=np.int64)
         rows = self.partition.rows_of(indexes)
@@ -135,7 +134,7 @@ class Groups:
 
     def add(self, rows: Rows, terms: Terms) -> None:
         """These heads wait for their first lease."""
-        self._touch()
+        self._table.copies.make()
         self.fresh.setdefault(terms, ReadySet()).add(rows)
         self._table.column(TERMS)[rows] = 1 + list(self.fresh).index(terms)
         waiting: Tags = {"group.state": WAITING, "group.parts": terms.parts}
@@ -166,49 +165,78 @@ class Groups:
             return False
         return True
 
-    # ---- work begins ----
+    def retry(self, row: int) -> bool:
+        """A group that has left waits again, as if it were new. Returns whether it had left."""
+        index, number = self._table.column("index").item(row), self._table.column(TERMS).item(row)
+        if number >= 0 or index in self.live:
+            return False
+        before = self.partition.tags[index]
+        self.counts[before["group.state"]] -= 1
+        own = {name: value for name, value in before.items() if not name.startswith(RESERVED)}
+        self.partition.set_tags({index: own}, merge=False)
+        self.add(np.array([row], dtype=np.intp), list(self.fresh)[-number - 1])
+        return True
+
+    # ---- changes ----
 
     def have_begun(self, rows: Rows) -> None:
         """These heads do not wait for their first lease any more."""
-        self._touch()
+        self._table.copies.make()
         for fresh in self.fresh.values():
             fresh.discard(rows)
         self._table.column(TERMS)[rows] *= -1
 
     def enter(self, group: Group) -> None:
         """Work on it has begun, here or before a restore."""
-        self._dirty[group.index] = group
         self.live[group.index] = self.unfinished[group.index] = group
         self.counts[group.state] += 1
-        if group.state in UNDER_WORK:
+        self.update(group)
+
+    def update(self, group: Group) -> None:
+        """Its record has changed: so may its state, what is kept by state, and its tags."""
+        before, now = group.state, group.next_state()
+        self.touched[group.index] = self._unwritten[group.index] = group
+        if now in UNDER_WORK and group.free_parts():
             self.with_free_parts[group.index] = group
-
-    def take(self, group: Group, parts: Sequence[int], token: int, keep: str) -> Indexes:
-        """A lease has these parts now. Returns the rows of earlier holders that it doesn't go on with: they are gone.
-
-        ``keep`` "all": it goes on with all of them.
-        """
-        gone = [] if keep == "all" else [index for part in parts for index in group.members.get(part, ())]
-        group.tokens.update(dict.fromkeys(parts, token))
-        return self._clear(gone)
-
-    def begin_anew(self, group: Group) -> Indexes:
-        """Forget what its parts hold, closed ones, too."""
-        group.closed.clear()
-        return self._clear(group.all_members())
-
-    def held(self, group: Group, has_holder: bool, has_free: bool) -> None:
-        """Whether a lease has a part of it now, and whether it has an open part that none has."""
-        self._set(group, RUNNING if has_holder else WAITING)
-        if has_free:
-            self.with_free_parts[group.index] = group
-        else:
+        elif before in UNDER_WORK:
             self.with_free_parts.pop(group.index, None)
+        if before != now:
+            group.state = now
+            self.counts[before] -= 1
+            self.counts[now] += now != GONE
+
+    def offer(self, some: Iterable[Group]) -> None:
+        """Whether these groups may be drawn has changed."""
+        for queue in list(self.queues):
+            queue.look_at(some)
+
+    def drop(self, group: Group, into: str, reason: str = "") -> None:
+        """It is not live any more: it has left, or is about to be deleted."""
+        if into in LEFT and group.reasons[-1:] != [shortened(reason)]:  # the last attempt may have said so
+            group.note(reason)
+        self.count_rejected(into, reason)
+        group.left, group.passed = into, False
+        self.update(group)
+        self.offer([group])
+        for table in (self.live, self.unfinished, self.touched, *([self._unwritten] if into == GONE else [])):
+            table.pop(group.index, None)
+
+    def count_rejected(self, state: str, reason: str) -> None:
+        """A group has left, maybe because a gate or somebody rejected it."""
+        if state == REJECTED:
+            reason = shortened(reason)
+            self.rejected[reason if reason in self.rejected or len(self.rejected) < MOST_REASONS else "others"] += 1
+
+    def clear(self, indexes: Iterable[int]) -> None:
+        """Delete these rows. Their values follow."""
+        wanted = np.fromiter(indexes, dtype=np.int64)
+        if len(wanted):
+            self.gone.append(self.partition.clear(wanted))
 
     # ---- members ----
 
-    def check(self, members: Members, count: int) -> Group:
-        """The group, if this lease may add so many rows to these parts of it.
+    def check(self, members: Members, count: int) -> HeldLease:
+        """The lease, if it may add so many rows to these parts of its group. It may have been lost.
 
         Raises:
             LeaseLostError: another lease has a part, or the group is not worked on any more.
@@ -216,33 +244,35 @@ class Groups:
             InvalidRequestError: the rows can't be dealt to the parts.
         """
         group = self.live.get(members.head)
-        if group is None or group.state not in UNDER_WORK:
-            state = (self.partition.tags.get(members.head) or {}).get("group.state", "gone")
+        if group is None or not group.is_under_work:
+            state = (self.partition.tags.get(members.head) or {}).get("group.state", GONE)
             raise LeaseLostError(f"the lease has ended, and nothing was written: its group is {state}.")
+        lease = None
         for part in members.parts:
-            if group.tokens.get(part) != members.lease:
+            lease = group.holders.get(part)
+            if lease is None or lease.token != members.lease:
                 raise LeaseLostError(
                     f"this lease does not have part {part} of the group: it was lost or released, or never had it; "
                     f"nothing was written. Drop the work, and lease again."
                 )
             if part in group.closed:
                 raise GroupStateError(f"part {part} of this group was closed by this lease; nothing can follow.")
-        if not members.parts or count % len(members.parts):
+        if lease is None or count % len(members.parts):
             raise InvalidRequestError(
                 f"{count} rows can't be dealt evenly to {len(members.parts)} parts: name the part of each put, or give "
                 f"each part the same number of rows."
             )
-        return group
+        return lease
 
     def mark(self, members: Members, indexes: Indexes) -> None:
         """New rows are about to be published as members."""
-        self._touch()
+        self._table.copies.make()
         rows = self.partition.rows_of(indexes)
         self._table.column(HEAD)[rows] = 1 + members.head
         self._table.column(PART)[rows] = 1 + np.repeat(np.array(members.parts), len(rows) // len(members.parts))
 
     def join(self, group: Group, members: Members, indexes: list[int]) -> None:
-        """New rows, which were just published, belong to these parts."""
+        """New rows, which were just published, belong to these parts. Those that this closes must have some."""
         if indexes:
             size = len(indexes) // len(members.parts)
             for at, part in enumerate(members.parts):
@@ -257,170 +287,55 @@ class Groups:
                     f"reject the group."
                 )
         group.closed.update(members.parts)
-        self._set(group, CLOSED if len(group.closed) == group.terms.parts else group.state)
-
-    # ---- work ends without rows ----
-
-    def released(self, group: Group, reason: str, blame: str | None) -> bool:
-        """A lease has ended without closing its parts. Returns whether the group fails.
-
-        ``blame``: whose attempt it counts as, "worker" or "sample"; None: nobody's.
-        """
-        if blame is not None and reason:
-            self._note(group, reason)
-        group.attempts += blame == "sample"
-        group.worker_attempts += blame == "worker"
-        self._dirty[group.index] = group
-        return group.attempts >= group.terms.attempts or group.worker_attempts >= group.terms.worker_attempts
-
-    def _note(self, group: Group, reason: str) -> None:
-        group.reasons = [*group.reasons, reason[:_REASON_LENGTH]][-_MOST_REASONS:]
-
-    def late(self, group: Group) -> Indexes:
-        """Its deadline is over, and enough parts are closed. Returns the rows of the others, which are gone."""
-        gone = [index for part in group.open_parts() for index in group.members.get(part, ())]
-        self._set(group, CLOSED)
-        return self._clear(gone)
-
-    def leave(self, group: Group, state: str, reason: str) -> Indexes:
-        """It is not trained any more, and its rows are gone. The head stays. Returns them."""
-        if group.reasons[-1:] != [reason[:_REASON_LENGTH]]:  # the last attempt may have said so
-            self._note(group, reason)
-        self.count_rejected(state, reason)
-        members = group.all_members()
-        self._set(group, state)
-        del self.live[group.index]
-        return self._clear(members)
-
-    def count_rejected(self, state: str, reason: str) -> None:
-        """A group has left, maybe because a gate or somebody rejected it."""
-        if state == REJECTED:
-            reason = reason[:_REASON_LENGTH]
-            self.rejected[reason if reason in self.rejected or len(self.rejected) < _MOST_REASONS else "others"] += 1
-
-    def retry(self, row: int) -> bool:
-        """A group that has left waits again, as if it were new. Returns whether it had left."""
-        index, number = self._table.column("index").item(row), self._table.column(TERMS).item(row)
-        if number >= 0 or index in self.live:
-            return False
-        before = self.partition.tags[index]
-        self.counts[before["group.state"]] -= 1
-        own = {name: value for name, value in before.items() if not name.startswith(RESERVED)}
-        self.partition.set_tags({index: own}, merge=False)
-        self.add(np.array([row], dtype=np.intp), list(self.fresh)[-number - 1])
-        return True
+        group.is_complete = len(group.closed) == group.terms.parts
 
     # ---- draws ----
 
-    def drawable(self, group: Group, can: bool) -> None:
-        """All its rows have the fields of a task that draws groups, or not any more."""
-        if group.state in DRAWABLE:
-            can = can or any(group in follower for each in self.followers if (follower := each()) is not None)
-            self._set(group, READY if can else CLOSED)
+    def drawn(self, task: str, some: Iterable[Group], batch: Drawn | None) -> None:
+        """They were given to a task that draws groups."""
+        for group in some:
+            group.drawn[task] = batch
+            if group.is_done_by_all(group.drawn):
+                self.unfinished.pop(group.index, None)
+            self.update(group)
 
-    def drawn(self, group: Group, task: str) -> None:
-        """It was given to a task that draws groups."""
-        group.drawn_by |= {task}
-        if group.is_done_by_all(group.drawn_by):
-            self.unfinished.pop(group.index, None)
-        if group.state in DRAWABLE:
-            self._set(group, DRAWN)
+    def trained(self, task: str, some: Iterable[Group]) -> None:
+        for group in some:
+            group.trained |= {task}
+            self.update(group)
 
-    def keep_batch(self, reader: Reader, batch: int | None, own: list[Group]) -> None:
-        """What a reader was given, until it is trained. ``batch`` None: its next one."""
-        batches = self.batches.setdefault(reader, {})
-        batches[max(batches, default=-1) + 1 if batch is None else batch] = own
+    def acked(self, task: str, some: Sequence[Group]) -> None:
+        """The task has trained them, and asks for them no more."""
+        for group in some:
+            group.acked |= {task}
+        self.trained(task, some)
 
-    def take_trained(self, reader: Reader, before: int | None) -> list[Group]:
-        """What this reader was given in its batches before this one; None: in all."""
-        batches = self.batches.get(reader, {})
-        over = [number for number in batches if before is None or number < before]
-        drawn = [group for number in over for group in batches.pop(number)]
-        if not batches:
-            self.batches.pop(reader, None)
-        return drawn
-
-    def undrawn(self, group: Group, task: str) -> None:
-        """Nobody got it, so this task may draw it again."""
-        for (reads_for, _), batches in self.batches.items():
-            for own in batches.values() if reads_for == task else ():
-                if group in own:
-                    own.remove(group)
-        if group.seq in self.overtaking.get(task, ()):
-            self.overtaking[task].remove(group.seq)
-        group.drawn_by -= {task}
-        group.trained_by -= {task}
-        group.acked_by -= {task}
-        if group.index not in self.unfinished and not group.is_done_by_all(group.drawn_by):
-            self.unfinished[group.index] = group
-            self.order()
-        if group.state in (DRAWN, TRAINED):
-            is_trained = group.is_done_by_all(group.trained_by)
-            self._set(group, CLOSED if not group.drawn_by else TRAINED if is_trained else DRAWN)
-        self.changed(group)
+    def undrawn(self, task: str, some: Sequence[Group]) -> None:
+        """Nobody got them, so this task may draw them again."""
+        for group in some:
+            if group.seq in self.overtaking.get(task, ()):
+                self.overtaking[task].remove(group.seq)
+            del group.drawn[task]
+            group.trained -= {task}
+            group.acked -= {task}
+            if not group.is_done_by_all(group.drawn):
+                self.unfinished[group.index] = group
+            self.update(group)
+        self.order()
+        self.offer(some)
 
     def order(self) -> None:
         """Sort those that are unfinished by their first leases."""
         self.unfinished = dict(sorted(self.unfinished.items(), key=lambda item: item[1].seq))
 
-    def trained(self, group: Group, task: str) -> bool:
-        """A task has trained it. Returns whether all its tasks have, by now."""
-        group.trained_by |= {task}
-        is_over = group.state == DRAWN and group.is_done_by_all(group.trained_by)
-        if is_over:
-            self._set(group, TRAINED)
-        return is_over
+    # ---- tags and rows ----
 
-    def acked(self, group: Group, task: str) -> bool:
-        """A task asks for it no more. Returns whether it is done: each of its tasks has trained and acknowledged it."""
-        group.acked_by |= {task}
-        return group.state == TRAINED and bool(group.terms.tasks) and group.is_done_by_all(group.acked_by)
-
-    def forget(self, group: Group) -> None:
-        """Its rows are about to be deleted."""
-        self.live.pop(group.index, None)
-        self.counts[group.state] -= 1
-        group.state = "gone"
-        self.changed(group)
-        for table in (self.unfinished, self.with_free_parts, self._dirty):
-            table.pop(group.index, None)
-
-    def _set(self, group: Group, state: str) -> None:
-        before, group.state = group.state, state
-        self._dirty[group.index] = group
-        if before == state:
-            return
-        self.counts[before] -= 1
-        self.counts[state] += 1
-        if state not in UNDER_WORK:
-            self.with_free_parts.pop(group.index, None)
-        if state in LEFT:
-            self.unfinished.pop(group.index, None)
-        if (before in COMPLETE) != (state in COMPLETE):  # no other change makes a group ready, or ends that
-            self.changed(group)
-
-    def changed(self, group: Group) -> None:
-        """Its tags are to be written, and tasks that follow it look at it again."""
-        self._dirty[group.index] = group
-        for follower in [found for each in self.followers if (found := each()) is not None]:
-            follower.group_changed(group)
-
-    def _touch(self) -> None:
-        """Columns are about to change."""
-        if self._table.copies:
-            self._table.copies.make()
-
-    def flush(self) -> None:
-        """Write the reserved tags of what has changed."""
-        if self._dirty:
-            tags = {index: group.tags() for index, group in self._dirty.items()}
-            self._dirty.clear()
+    def write_tags(self) -> None:
+        """Write the reserved tags of what has changed since the last time."""
+        if self._unwritten:
+            tags = {index: group.tags() for index, group in self._unwritten.items()}
+            self._unwritten.clear()
             self.partition.set_tags(tags, merge=True)
-
-    # ---- rows that go ----
-
-    def _clear(self, indexes: list[int]) -> Indexes:
-        return self.partition.clear(np.array(indexes, dtype=np.int64)) if indexes else _NONE
 
     def removing(self, rows: Rows) -> None:
         """These rows are about to be deleted."""
@@ -437,7 +352,8 @@ class Groups:
                 group.num_members -= 1
                 touched[head] = group
         for group in touched.values():
-            self.changed(group)
+            self.update(group)
+        self.offer(touched.values())
 
     def rebuild(self) -> None:
         """Row numbers have changed."""
@@ -460,10 +376,14 @@ class Groups:
             rows, found = table.find(np.array(members, dtype=np.int64))
             assert found.all(), "members are here"
             assert (self.heads_of(rows) == group.index).all(), "members name their head"
-            assert group.state not in LEFT, "what has left is not live"
-            assert (group.index in self.unfinished) == (not group.is_done_by_all(group.drawn_by)), group.state
-            if not self._dirty:
-                assert self.partition.tags[group.index]["group.state"] == group.state, "tags say the state"
+            assert not group.left, "what has left is not live"
+            assert group.state == group.next_state(), "its state is what its record says"
+            assert (group.index in self.unfinished) == (not group.is_done_by_all(group.drawn)), group.state
+            has_free = group.state in UNDER_WORK and bool(group.free_parts())
+            assert (group.index in self.with_free_parts) == has_free, "free parts are known"
+            assert self.partition.tags[group.index]["group.state"] == group.state, "tags say the state"
+        counts = {name: count for name, count in self.counts.items() if count and name not in LEFT}
+        assert counts == Counter(group.state for group in self.live.values()), "live groups are counted"
         seqs = [group.seq for group in self.unfinished.values()]
         assert seqs == sorted(seqs), "unfinished groups are in the order of their first leases"
         assert set(self.with_free_parts) <= set(self.live), "only live groups have free parts"

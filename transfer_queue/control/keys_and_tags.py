@@ -7,14 +7,14 @@ packed: a dict for each sample would take most of the controller's memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import msgspec
 import numpy as np
 
 from transfer_queue.calls import PIECE
-from transfer_queue.control.rows import Rows, RowTable
+from transfer_queue.control.rows import Rows, RowState, RowTable
 from transfer_queue.protocol import Indexes, Tags
 
 _BLOCK = 4096
@@ -144,6 +144,13 @@ class TagStore(Mapping[int, Tags]):
         self._table = table
         self.watches: dict[object, dict[int, bytes | None]] = {}
         """By reader of the tags as they were: those that have changed or are deleted, for ``save``."""
+        self.late: Callable[[], None] | None = None
+        """Sets the tags that say what became of groups. It is called before heads' tags are read."""
+
+    def catch_up(self) -> None:
+        """Set what is late."""
+        if self.late is not None:
+            self.late()
 
     def put(self, rows: Rows, tags: Sequence[Tags], merge: bool) -> None:
         """Set the tags of each row; ``merge`` keeps other existing tags."""
@@ -163,15 +170,15 @@ class TagStore(Mapping[int, Tags]):
 
     def of(self, indexes: Indexes, rows: Rows) -> dict[int, Tags]:
         """The tags of those samples that have some; ``rows`` are the samples' rows."""
-        if not self._table.has_column(_COLUMN):
-            return {}
-        packed = self._table.column(_COLUMN)[rows].tolist()
+        packed = self.packed(rows)
         return {i: _decoder.decode(own) for i, own in zip(indexes.tolist(), packed, strict=True) if own}
 
     def packed(self, rows: Rows) -> list[bytes | None]:
         """The tags of these rows as they are stored, for ``unpacked_tags``."""
         if not self._table.has_column(_COLUMN):
             return [None] * len(rows)
+        if self.late is not None and (self._table.column("state")[rows] == RowState.HEAD).any():
+            self.late()
         found: list[bytes | None] = self._table.column(_COLUMN)[rows].tolist()
         return found
 
@@ -191,6 +198,7 @@ class TagStore(Mapping[int, Tags]):
         """Which of these samples had tags when ``before`` began, by their position; and the tags, packed."""
         if not self._table.has_column(_COLUMN):
             return [], []
+        self.catch_up()
         rows, found = self._table.find(indexes)
         column = self._table.column(_COLUMN)[rows] if self._table.size else np.empty(len(rows), dtype=np.object_)
         column[~found] = None

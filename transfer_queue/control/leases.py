@@ -4,16 +4,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from operator import attrgetter
 from typing import Final
 
-from transfer_queue.calls import Call, Calls, Holding, Until, Wait
-from transfer_queue.control.group_record import Group
-from transfer_queue.control.partition import Partition
+from transfer_queue.calls import Call, Calls, Wait
+from transfer_queue.control.group_record import Drawn, Group, HeldLease, Worker
 from transfer_queue.errors import GroupStateError
 from transfer_queue.protocol import Done, RenewLeases, Reply, Terms
 from transfer_queue.sampler.base import BaseSampler
@@ -25,67 +23,54 @@ _RENEWALS = "renewals"
 _MOST_SEEN = 32
 _TOKENS_SINCE_A_SAVE = 2**32
 """More than a queue grants after it was saved."""
-_MOST_ENDED = _MOST_LOST = 1024
+_MOST_ENDED = 1024
 STARVED_AFTER: Final = 10
 """A task's fetches fail after so many steps of groups were rejected in a row."""
-
-
-@dataclass(slots=True, eq=False)
-class HeldLease:
-    """``parts``: those that it has not closed. ``since``: when it was granted. ``renewed``: when its worker last said
-    that work goes on.
-    """
-
-    token: int
-    worker: Worker
-    partition: Partition
-    group: Group
-    parts: list[int]
-    lease_s: float
-    since: float = 0.0
-    renewed: float = 0.0
-
-
-class Worker(Holding):
-    """A session that has leases, until it ends. ``lost``: by token, leases that it may still put rows of."""
-
-    until = Until.SESSION
-    __slots__ = ("_leases", "client", "lost", "wakes_at")
-
-    def __init__(self, leases: Leases, client: str) -> None:
-        self._leases, self.client = leases, client
-        self.lost: dict[int, HeldLease] = {}
-        self.wakes_at = 0.0
-
-    def end(self, died: bool) -> bool:
-        self._leases.worker_gone(self, died)
-        return False
 
 
 class Trainer:
     """A task that draws groups: the slots that are taken, and what it has drawn and not trained yet.
 
-    ``rounds``: by step, the indexes of heads. ``rejected``: groups in a row; ``seen``: what the gate saw of them.
+    ``batches``: by partition and reader. ``last_step``: the last one that it has drawn for.
+    ``rejected``: groups in a row; ``seen``: what the gate saw of them.
     """
 
-    __slots__ = ("charged", "last_step", "rejected", "rounds", "seen")
+    __slots__ = ("batches", "charged", "last_step", "rejected", "seen")
 
     def __init__(self) -> None:
         self.charged = self.rejected = 0
         self.last_step = -1
-        self.rounds: dict[int, set[int]] = {}
+        self.batches: dict[tuple[str, Hashable], list[Drawn]] = {}
         self.seen: Counter[str] = Counter()
 
-    def has_drawn(self, step: int, drawn: Iterable[int]) -> None:
-        self.rounds.setdefault(step, set()).update(drawn)
-        self.last_step = max(self.last_step, step)
+    def open_batches(self) -> list[Drawn]:
+        """Those of which it has not trained all."""
+        return [batch for own in self.batches.values() for batch in own]
 
-    def is_over(self, index: int) -> None:
-        """It has trained this group, or the group is gone, or nobody got it."""
-        for step, drawn in list(self.rounds.items()):
-            drawn.discard(index)
-            if not drawn:
-                del self.rounds[step]
+    def num_steps(self) -> int:
+        return len({batch.step for batch in self.open_batches()})
+
+    def has_drawn(self, partition: str, reader: Hashable, number: int | None, step: int, own: list[Group]) -> Drawn:
+        """``number`` None: the reader's next batch."""
+        batches = self.batches.setdefault((partition, reader), [])
+        number = (batches[-1].number + 1 if batches else 0) if number is None else number
+        batches.append(Drawn(partition, reader, number, step, {group.index: group for group in own}))
+        self.last_step = max(self.last_step, step)
+        return batches[-1]
+
+    def has_trained(self, batch: Drawn) -> list[Group]:
+        """Its groups."""
+        batches = self.batches[batch.partition, batch.reader]
+        batches.remove(batch)
+        if not batches:
+            del self.batches[batch.partition, batch.reader]
+        groups, batch.groups = batch.groups, {}
+        return list(groups.values())
+
+    def is_over(self, group: Group, batch: Drawn | None) -> None:
+        """It has trained this group of the batch, or the group is gone, or nobody got it."""
+        if batch is not None and batch.groups.pop(group.index, None) is not None and not batch.groups:
+            self.has_trained(batch)
 
     def rejects(self, seen: Iterable[str]) -> None:
         self.rejected += 1
@@ -105,9 +90,8 @@ class Leases:
         self.lost: Callable[[HeldLease, str, str | None], None]
         """Called with a lease whose worker is gone, or silent; the reason; and whose attempt that counts as."""
         self.next_token = 1
-        self.held: dict[int, HeldLease] = {}
-        """By token."""
-        self._workers: dict[str, Worker] = {}
+        self.workers: dict[str, Worker] = {}
+        """By session."""
         self.trainers: defaultdict[str, Trainer] = defaultdict(Trainer)
         """By task."""
         self.versions: dict[str, int] = {}
@@ -142,21 +126,12 @@ class Leases:
                         f"groups, admits {own.budget} at a time: neither would ever step. Raise its groups or ahead."
                     )
 
-    def charge(self, group: Group) -> None:
-        """Work on it begins."""
-        group.is_charged = True
-        for task in group.terms.tasks:
-            self.trainers[task].charged += 1
-
-    def free(self, group: Group) -> None:
-        """It was trained, or has left. One that waits for a slot may have it."""
-        for task in group.drawn_by:
-            self.trainers[task].is_over(group.index)
-        if group.is_charged:
-            group.is_charged = False
+    def charge(self, group: Group, by: int = 1) -> None:
+        """Work on it begins; -1: its slot is free."""
+        if group.is_charged != (by > 0):
+            group.is_charged = by > 0
             for task in group.terms.tasks:
-                self.trainers[task].charged -= 1
-            self.calls.waits.wake_first((LEASES,))
+                self.trainers[task].charged += by
 
     # ---- versions ----
 
@@ -168,7 +143,7 @@ class Leases:
     def step_of(self, task: str, partition: str) -> int | None:
         """The step for which the task draws next."""
         version, trainer = self.version_of(partition), self.trainers[task]
-        return None if version is None else max(version + len(trainer.rounds), trainer.last_step + 1)
+        return None if version is None else max(version + trainer.num_steps(), trainer.last_step + 1)
 
     def advance(self, partition: str, version: int, resumed: bool) -> None:
         known = self.versions.get(partition)
@@ -187,39 +162,41 @@ class Leases:
 
     def restored(self, versions: Mapping[str, int], next_token: int) -> None:
         """Other groups are there now. Leases of those before are lost, and their tokens are never used again."""
-        for lease in list(self.held.values()):
+        for lease in self.all_held():
             self.abort(lease)
         self.trainers.clear()
         self.versions = dict(versions)
         self.next_token = max(self.next_token, next_token + _TOKENS_SINCE_A_SAVE)
 
-    def grant(self, call: Call, partition: Partition, group: Group, parts: list[int], lease_s: float) -> HeldLease:
+    def all_held(self) -> list[HeldLease]:
+        return [lease for worker in self.workers.values() for lease in worker.leases.values()]
+
+    def oldest_of(self, partition: str) -> HeldLease | None:
+        """Of the leases there, the one that was granted first."""
+        own = (lease for lease in self.all_held() if lease.partition == partition)
+        return min(own, key=attrgetter("token"), default=None)
+
+    def grant(self, call: Call, partition: str, group: Group, parts: list[int], lease_s: float) -> HeldLease:
         """These parts are the session's."""
-        worker, now = self.worker(call), self.calls.now
-        lease = HeldLease(self.next_token, worker, partition, group, parts, lease_s, since=now)
+        worker = self.workers.get(call.client)
+        if worker is None:
+            worker = self.workers[call.client] = Worker(call.client, self.worker_gone)
+            self.calls.hold(call, worker)
+        lease = HeldLease(self.next_token, worker, partition, group, lease_s, since=self.calls.now)
         self.next_token += 1
+        group.holders.update(dict.fromkeys(parts, lease))
         self._hold(lease)
         return lease
 
-    def revive(self, call: Call, token: int) -> None:
+    def revive(self, lease: HeldLease) -> None:
         """A lease that was lost goes on with what nobody else has of its parts: its worker has put rows."""
-        lease = self.worker(call).lost.pop(token, None)
-        if lease is not None:
-            own = lease.group.tokens
-            lease.parts = [part for part in lease.group.open_parts() if own.get(part) == token]
+        if self.workers.get(lease.worker.client) is lease.worker:
             self._hold(lease)
 
     def _hold(self, lease: HeldLease) -> None:
-        self.held[lease.token], lease.renewed = lease, self.calls.now
+        lease.worker.leases[lease.token] = lease
+        lease.is_held, lease.renewed = True, self.calls.now
         self._watch(lease.worker, self.calls.now + lease.lease_s)
-
-    def worker(self, call: Call) -> Worker:
-        """The call's session."""
-        worker = self._workers.get(call.client)
-        if worker is None:
-            worker = self._workers[call.client] = Worker(self, call.client)
-            self.calls.hold(call, worker)
-        return worker
 
     def _watch(self, worker: Worker, at: float) -> None:
         if worker.wakes_at <= self.calls.now or at < worker.wakes_at:
@@ -231,19 +208,32 @@ class Leases:
         now = self.calls.now
         if worker.wakes_at > now:
             return
-        ends = {lease: lease.renewed + lease.lease_s for lease in self._of(worker)}
-        for lease, blame in _blamed_once(lease for lease, end in ends.items() if end <= now):
-            text = f"worker {worker.client!r} did not renew its lease for {lease.lease_s:.4g} s"
-            self.lose(lease, text, blame)
-        if left := [end for end in ends.values() if end > now]:
-            self._watch(worker, min(left))
+        late = [lease for lease in worker.leases.values() if lease.renewed + lease.lease_s <= now]
+        self._lose(late, lambda lease: f"worker {worker.client!r} did not renew its lease for {lease.lease_s:.4g} s")
+        if worker.leases:
+            self._watch(worker, min(lease.renewed + lease.lease_s for lease in worker.leases.values()))
 
-    def _of(self, worker: Worker) -> list[HeldLease]:
-        return [lease for lease in self.held.values() if lease.worker is worker]
+    def worker_gone(self, worker: Worker, died: bool) -> None:
+        """Its session has ended."""
+        del self.workers[worker.client]
+        how = "died" if died else "left without closing it"
+        self._lose(list(worker.leases.values()), lambda lease: f"worker {worker.client!r} {how}")
+
+    def _lose(self, leases: list[HeldLease], why: Callable[[HeldLease], str]) -> None:
+        """Their parts are for others. They may still be closed while nobody has them.
+
+        One worker is lost once for each of its groups, however many parts it had leased.
+        """
+        blamed = set[int]()
+        for lease in leases:
+            if self.abort(lease):
+                self.lost(lease, why(lease), None if lease.group.index in blamed else "worker")
+            blamed.add(lease.group.index)
 
     def end(self, lease: HeldLease) -> bool:
         """It is over. Returns whether it was not before."""
-        return self.held.pop(lease.token, None) is not None
+        lease.is_held = False
+        return lease.worker.leases.pop(lease.token, None) is not None
 
     def abort(self, lease: HeldLease) -> bool:
         """Its work is of no use any more, and its worker hears of it. Returns whether it was not over before."""
@@ -254,64 +244,31 @@ class Leases:
 
     def abort_all(self, group: Group) -> None:
         """Work on this group is of no use any more."""
-        for lease in self.holders(group):
+        for lease in group.leases():
             self.abort(lease)
 
     def dismiss(self, group: Group) -> None:
         """The group goes: its slot is free, and nobody works on it."""
         self.abort_all(group)
-        self.free(group)
-
-    def lose(self, lease: HeldLease, reason: str, blame: str | None) -> None:
-        """Its parts are for others. It may still close them while nobody has them."""
-        if not self.abort(lease):
-            return
-        lost = lease.worker.lost
-        lost[lease.token] = lease
-        if len(lost) > _MOST_LOST:
-            del lost[next(iter(lost))]
-        self.lost(lease, reason, blame)
-
-    def worker_gone(self, worker: Worker, died: bool) -> None:
-        """Its session has ended."""
-        del self._workers[worker.client]
-        how = "died" if died else "left without closing it"
-        for lease, blame in _blamed_once(self._of(worker)):
-            if self.end(lease):
-                self.lost(lease, f"worker {worker.client!r} {how}", blame)
-
-    def holders(self, group: Group) -> list[HeldLease]:
-        """Who works on it."""
-        return [lease for token in set(group.tokens.values()) if (lease := self.held.get(token)) is not None
-                and lease.group is group]  # fmt: skip
-
-    def oldest_of(self, partition: Partition) -> HeldLease | None:
-        """Of the leases there, the one that was granted first."""
-        own = (lease for lease in self.held.values() if lease.partition is partition)
-        return min(own, key=attrgetter("token"), default=None)
-
-    def free_parts(self, group: Group) -> list[int]:
-        """Open parts that no lease has."""
-        if not group.tokens:
-            return group.open_parts()
-        return [part for part in group.open_parts() if self.held.get(group.tokens.get(part, 0)) is None]
+        self.charge(group, by=-1)
+        for task, batch in group.drawn.items():
+            self.trainers[task].is_over(group, batch)
 
     def renew(self, call: Call, request: RenewLeases) -> Reply | Wait:
         """Work on these leases goes on. It waits for one that is lost."""
-        worker = self._workers.get(call.client)
 
-        def own() -> dict[int, HeldLease]:
-            found = map(self.held.get, request.leases)
-            return {lease.token: lease for lease in found if lease is not None and lease.worker is worker}
-
-        for lease in own().values():
-            lease.renewed = self.calls.now
+        def lost() -> list[int]:
+            worker = self.workers.get(call.client)
+            return [token for token in request.leases if worker is None or token not in worker.leases]
 
         def answer(wait: Wait | None, has_turn: bool) -> Reply | None:
-            held = own()
-            lost = [token for token in request.leases if token not in held]
-            return Done(request.id, lost) if lost or (wait is not None and wait.late) else None
+            gone = lost()
+            return Done(request.id, gone) if gone or (wait is not None and wait.late) else None
 
+        worker = self.workers.get(call.client)
+        for lease in [] if worker is None else map(worker.leases.get, request.leases):
+            if lease is not None:
+                lease.renewed = self.calls.now
         return answer(None, True) or Wait((_RENEWALS, call.client), self.calls.now + request.wait_s, answer)
 
     # ---- ends of partitions ----
@@ -328,12 +285,6 @@ class Leases:
 
     def partition_made(self, name: str) -> None:
         self._ended.pop(name, None)
-
-
-def _blamed_once(leases: Iterable[HeldLease]) -> list[tuple[HeldLease, str | None]]:
-    """One worker is lost once for each of its groups, however many parts it had leased."""
-    found: dict[int, HeldLease] = {}
-    return [(lease, "worker" if found.setdefault(lease.group.index, lease) is lease else None) for lease in leases]
 
 
 def is_pattern(name: str) -> bool:

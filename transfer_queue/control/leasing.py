@@ -12,9 +12,10 @@ from transfer_queue import protocol as p
 from transfer_queue.calls import MORE, PIECE, Call, Holding, More, Steps, Wait
 from transfer_queue.control import group_work
 from transfer_queue.control.filtered import FilteredSet
-from transfer_queue.control.group_record import REJECTED, Group
+from transfer_queue.control.group_numbers import group_numbers
+from transfer_queue.control.group_record import REJECTED, Group, HeldLease
 from transfer_queue.control.groups import Groups
-from transfer_queue.control.leases import LEASES, HeldLease, is_of, is_pattern
+from transfer_queue.control.leases import LEASES, is_of, is_pattern
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.serving import describe
@@ -67,6 +68,8 @@ class _Grants:
         self._state, self._call, self._request = state, call, request
         self._where = None if request.where is None else parse_filter(request.where)
         self._leases: list[HeldLease] = []
+        self._unused: list[int] = []
+        """Rows of earlier holders that it doesn't go on with. They go last, since other rows may then move."""
         self._heads: list[p.Batch] = []
 
     def reply(self) -> p.Reply | More | None:
@@ -86,8 +89,9 @@ class _Grants:
                 self._take_fresh(partition, groups, among)
             if made := self._leases[num_before:]:
                 self._state.producers.announced(self._call, groups.member_fields)
-                groups.flush()
-                self._state.changed(partition)
+                groups.clear(self._unused)
+                self._unused.clear()
+                group_work.settle(self._state, partition)
                 self._describe_heads(partition, np.array([each.group.index for each in made], dtype=np.int64))
             if not self._num_missing:
                 break
@@ -144,23 +148,23 @@ class _Grants:
 
     def _grant(self, partition: Partition, groups: Groups, group: Group) -> None:
         leases, request = self._state.leases, self._request
-        if request.keep == "none" and group.closed and not leases.holders(group):
-            group_work.gone(self._state, groups.begin_anew(group))
-        free = leases.free_parts(group)
-        shares = [[part] for part in free[: self._num_missing]] if request.by_part else [free]
-        for parts in shares:
-            made = leases.grant(self._call, partition, group, parts, request.lease_s)
-            self._leases.append(made)
-            group_work.gone(self._state, groups.take(group, parts, made.token, request.keep))
-        groups.held(group, True, request.by_part and len(shares) < len(free))
+        if request.keep == "none" and group.closed and not group.leases():
+            group.closed.clear()
+            self._unused += group.all_members()
+        free = group.free_parts()
+        for parts in [[part] for part in free[: self._num_missing]] if request.by_part else [free]:
+            self._leases.append(leases.grant(self._call, partition.name, group, parts, request.lease_s))
+            if request.keep != "all":
+                self._unused += group.members_of(parts)
+        groups.update(group)
 
     def _described(self, made: HeldLease) -> p.GrantedLease:
-        group, partition = made.group, made.partition
-        members = {part: p.pack_indexes(np.array(own)) for part in made.parts if (own := group.members.get(part))}
+        group, parts = made.group, made.parts()
+        members = {part: p.pack_indexes(np.array(own)) for part in parts if (own := group.members.get(part))}
+        key = self._state.partitions[made.partition].keys.key_of(group.index) or ""
         return p.GrantedLease(
-            made.token, partition.name, group.index, partition.keys.key_of(group.index) or "", group.attempt,
-            group.version, list(made.parts), members,
-        )  # fmt: skip
+            made.token, made.partition, group.index, key, group.attempt, group.version, parts, members
+        )
 
 
 def matching(state: PlaneState, names: list[str]) -> Iterator[Partition]:
@@ -191,36 +195,29 @@ def _too_late(state: PlaneState, request: p.LeaseGroups, waited_s: float) -> str
         return f"{text}there is no such partition. Add groups to one, or check the name."
     parts = []
     for partition in found:
-        if partition.groups is None:
-            parts.append(f"{partition.name!r} has no groups")
-            continue
-        numbers = partition.groups.numbers()
-        parts.append(f"{partition.name!r} has " + (", ".join(f"{n} {s}" for s, n in numbers.items()) or "none"))
-        waiting = [terms for terms, fresh in partition.groups.fresh.items() if fresh.count]
-        parts += [_slots(state, task) for task in sorted({task for terms in waiting for task in terms.tasks})]
+        numbers = group_numbers(state, partition, state.calls.now) or {"states": {"groups": "no"}, "slots": {}}
+        states = ", ".join(f"{count} {name}" for name, count in numbers["states"].items())
+        parts.append(f"{partition.name!r} has {states or 'none'}")
+        for task, own in numbers["slots"].items():
+            parts.append(
+                f"task {task!r} has {own['used']} of {own['budget']} slots in use" if own["budget"] else
+                f"task {task!r}, which is to train them, is not registered with a GroupSampler yet"
+            )  # fmt: skip
     return f"{text}{'; '.join(parts)}. Add groups, wait longer (timeout_s), or look at the trainer."
-
-
-def _slots(state: PlaneState, task: str) -> str:
-    sampler = state.leases.sampler(task)
-    if sampler is None:
-        return f"task {task!r}, which is to train them, is not registered with a GroupSampler yet"
-    return f"task {task!r} has {state.leases.trainers[task].charged} of {sampler.budget} slots in use"
 
 
 def end_lease(state: PlaneState, call: Call, request: p.EndLease) -> p.Reply:
     """Close parts whose rows are there, release them for another attempt, or reject the group."""
     partition, members = state.get(request.partition), request.members
-    group = group_work.check_members(state, call, partition, members, 0)
+    own = group_work.check_members(state, call, partition, members, 0)
     if request.how == "close":
         closing = p.Members(members.lease, members.head, members.parts, True)
         group_work.joined(state, call, partition, closing, np.empty(0, dtype=np.int64))
     elif request.how == "reject":
-        group_work.leave(state, partition, group, REJECTED, request.reason)
+        group_work.leave(state, partition, own.group, REJECTED, request.reason)
         group_work.settle(state, partition)
     else:
-        own = state.leases.held.get(members.lease)
-        if own is None:
+        if not own.is_held:
             raise LeaseLostError("this lease was lost before it was released: its attempt counts already.")
         group_work.give_up(state, own, request.reason, None if request.blame == "nobody" else request.blame)
     return p.Done(request.id)
@@ -238,12 +235,10 @@ def advance(state: PlaneState, call: Call, request: p.Advance) -> p.Reply:
     for partition in list(matching(state, [request.partition])):
         if partition.groups is None:
             continue
-        live = partition.groups.live
         for task, trainer in list(leases.trainers.items()):
-            over = [drawn for step, drawn in trainer.rounds.items() if step < request.version]
-            if own := [live[index] for drawn in over for index in drawn if index in live]:
-                group_work.trained(state, partition, task, own)
-            group_work.drop_stale(state, partition, task, request.version, is_drawing=False)
+            batches = [batch for batch in trainer.open_batches() if batch.partition == partition.name]
+            group_work.trained(state, partition, task, [batch for batch in batches if batch.step < request.version])
+            group_work.drop_stale(state, partition, task, request.version)
         group_work.settle(state, partition)
     state.waits.wake_first((LEASES,))
     return p.Done(request.id)

@@ -91,7 +91,7 @@ def clear_samples(state: PlaneState, call: Call, request: p.ClearSamples) -> p.R
     gone = partition.clear(group_work.clearing(state, partition, p.unpack_indexes(request.indexes)))
     state.dropped.samples_cleared(partition, before)
     state.freed(partition)
-    group_work.rows_gone(state, partition)
+    group_work.judge_all(state, partition)
     return cleared(state, call, state.freezes.keep(gone))
 
 
@@ -121,7 +121,7 @@ def _clear_done(state: PlaneState, partition: Partition, being_read: list[BeingR
     gone = partition.clear(done[:PAGE])
     if len(gone):
         state.freed(partition)
-        group_work.rows_gone(state, partition)
+        group_work.judge_all(state, partition)
     return state.freezes.keep(gone), len(done) > PAGE
 
 

@@ -43,6 +43,7 @@ class ListedKeys:
 
     def take_changed(self) -> bool:
         """Whether there were changes since the last call. The first call counts as one."""
+        self._tags.catch_up()
         before, self._seen = self._seen, self.number
         return before != self.number
 
@@ -90,6 +91,7 @@ class ListedKeys:
 
     def since(self, number: int, limit: int) -> KeyChange | None:
         """Up to ``limit`` changes after this one; None if they aren't remembered any more."""
+        self._tags.catch_up()
         start = number - (self.number - len(self._log))
         if start < 0 or number > self.number:
             return None
@@ -103,6 +105,7 @@ class ListedKeys:
 
     def matching(self, where: str | None) -> ReadySet:
         """The samples whose keys are listed and whose tags match, kept up to date."""
+        self._tags.catch_up()
         return self._matching.get(where, lambda: matching(where, self._tags, self._all_listed()))
 
     def _all_listed(self) -> npt.NDArray[np.bool_]:

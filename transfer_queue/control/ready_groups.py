@@ -4,16 +4,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
-from weakref import ref
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from transfer_queue.control.group_record import COMPLETE, Group
+from transfer_queue.control.group_record import Group
 from transfer_queue.control.groups import Groups
 from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.rows import Rows
-from transfer_queue.protocol import Tags
 from transfer_queue.sampler.group_sampler import GroupSampler
 
 Key = tuple[int, int]
@@ -45,7 +43,7 @@ class ReadyGroups:
         self._start = 0
         """Where it begins: what is drawn lies in front, and to move all others 32 times a draw takes milliseconds."""
         self._keys: dict[int, Key] = {}
-        groups.followers = [*(each for each in groups.followers if each() is not None), ref(self)]
+        groups.queues.add(self)
         for rows in ready.blocks():
             self.changed(rows, True)
 
@@ -60,7 +58,7 @@ class ReadyGroups:
         """See ``DrawableGroups``."""
         return (
             group for group in self.groups.unfinished.values()
-            if self._task not in group.drawn_by and group.is_for(self._task)
+            if self._task not in group.drawn and group.is_for(self._task)
         )  # fmt: skip
 
     def overtook(self, group: Group) -> list[int]:
@@ -69,42 +67,44 @@ class ReadyGroups:
         places[self._task] = [at for at in places.get(self._task, ()) if at > group.seq]
         return places[self._task]
 
-    def tags_of_members(self, group: Group) -> list[Tags]:
-        return self.groups.tags_of_members(group)
-
     def changed(self, rows: Rows, present: bool) -> None:
         """These rows are ready now, or not any more."""
         heads = self.groups.heads_of(rows)
         heads, counts = np.unique(heads[heads >= 0], return_counts=True)
+        live, found = self.groups.live, []
         for head, count in zip(heads.tolist(), counts.tolist(), strict=True):
             left = self._num_ready.get(head, 0) + (count if present else -count)
             if left:
                 self._num_ready[head] = left
             else:
-                self._num_ready.pop(head, None)
-            group = self.groups.live.get(head)
-            if group is not None:
-                self.group_changed(group)
+                del self._num_ready[head]
+            if head in live:
+                found.append(live[head])
+        self.look_at(found)
 
-    def group_changed(self, group: Group) -> None:
-        """Its state, its gate or its rows have changed."""
-        num_ready = self._num_ready.get(group.index, 0)
-        is_ready = (
-            group.state in COMPLETE and group.passed and 0 < num_ready == group.num_members and group.is_for(self._task)
-        )
-        known = self._keys.get(group.index)
-        if is_ready and known is None:
-            if self.order is not None:
-                key = self.order(group)
-            else:  # it outlives this object: a ready set is made anew when rows move
-                key = (group.arrivals.setdefault(self._task, next(self.groups.arrivals)), 0)
-            self._keys[group.index] = key
-            insort(self._sorted, (key, group.index), lo=self._start)
-        elif not is_ready and known is not None:
-            self._remove((known, group.index))
-            del self._keys[group.index]
-        if is_ready != (known is not None):
-            self.groups.drawable(group, is_ready)
+    def look_at(self, some: Iterable[Group]) -> None:
+        """Whether these groups may be drawn, or their rows, have changed."""
+        num_ready, keys = self._num_ready, self._keys
+        for group in some:
+            index = group.index
+            is_ready = group.passed and num_ready.get(index) == group.num_members and group.is_for(self._task)
+            if is_ready == (index in keys):
+                continue
+            if is_ready:
+                self._insert(group)
+            else:
+                self._remove((keys.pop(index), index))
+            group.is_ready = is_ready or (not group.drawn and any(group in each for each in self.groups.queues))
+            if not group.drawn:
+                self.groups.update(group)
+
+    def _insert(self, group: Group) -> None:
+        if self.order is not None:
+            key = self.order(group)
+        else:  # it outlives this object: a ready set is made anew when rows move
+            key = (group.arrivals.setdefault(self._task, next(self.groups.arrivals)), 0)
+        self._keys[group.index] = key
+        insort(self._sorted, (key, group.index), lo=self._start)
 
     def _remove(self, entry: tuple[Key, int]) -> None:
         if self._sorted[self._start] != entry:  # a draw takes the first ones: to look for each takes longer among more

@@ -143,9 +143,6 @@ class Restored:
         with _contradictions():
             self._check()
             for partition in self.partitions.values():
-                if partition.groups is not None:
-                    group_loading.finish(partition)
-            for partition in self.partitions.values():
                 partition.make_free(partition.missing_free)  # their indexes must come after all others
                 partition.missing_free = 0
                 partition.restored_as(self.incarnations)

@@ -137,6 +137,7 @@ class FrozenPartition:
         self._head: SavedPartition | None = None
         self._consumers: list[_FrozenConsumer] = []
         self._num_sections = 0
+        partition.tags.catch_up()
         partition.table.copies.append(self._copy)
 
     def num_sections(self) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from transfer_queue import protocol as p
 from transfer_queue.errors import InvalidRequestError, UnitLostError
 
-_MOST_TOLD = 100
+_MOST_LOST = 100
 """Lost units that are remembered, the latest ones."""
 
 
@@ -40,7 +40,7 @@ class UnitTable:
     def remove(self, number: int) -> None:
         """The unit has ended."""
         self.lost[number] = self.by_number.pop(number).name
-        while len(self.lost) > _MOST_TOLD:
+        while len(self.lost) > _MOST_LOST:
             del self.lost[next(iter(self.lost))]
         self.version += 1
 

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any, Literal, Protocol
 
 from transfer_queue.errors import SamplerError
-from transfer_queue.sampler.base import Picked, Round, RoundSampler
+from transfer_queue.sampler.base import Picked, Round, RoundSampler, sample_weights
 from transfer_queue.sampler.karmarkar_karp import karmarkar_karp
 
 ORDERS = ("oldest", "newest", "arrival")
@@ -41,9 +41,6 @@ class DrawableGroups(Protocol):
 
     def overtook(self, group: GroupView) -> list[int]:
         """Ascending, the places in the order of first leases that this task has drawn behind this group."""
-
-    def tags_of_members(self, group: GroupView) -> list[dict[str, Any]]:
-        """By row."""
 
 
 class GroupSampler(RoundSampler):
@@ -201,21 +198,9 @@ class GroupSampler(RoundSampler):
         if self.balance is None:
             parts = [list(range(rank, len(chosen), num_ranks)) for rank in range(num_ranks)]
         else:
-            parts = karmarkar_karp(self._lengths(queue, chosen), num_ranks, equal_size=not len(chosen) % num_ranks)
+            lengths = [sum(sample_weights(own, self.balance, wanted.partition)) for own in members]
+            parts = karmarkar_karp(lengths, num_ranks, equal_size=not len(chosen) % num_ranks)
         return [[index for at in part for index in members[at]] for part in parts if part]
-
-    def _lengths(self, queue: DrawableGroups, chosen: list[GroupView]) -> list[float]:
-        lengths = []
-        for group in chosen:
-            own = [tags.get(str(self.balance)) for tags in queue.tags_of_members(group)]
-            numbers = [each for each in own if isinstance(each, (int, float)) and not isinstance(each, bool)]
-            if len(numbers) < len(own):
-                raise SamplerError(
-                    f"a row of a group has tag {self.balance!r} = {own!r:.80}; ranks are balanced by it, so it must be "
-                    f"a number. Put it with the row."
-                )
-            lengths.append(float(sum(numbers)))
-        return lengths
 
 
 def _oldest(group: GroupView) -> tuple[int, int]:

@@ -40,8 +40,8 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
     """
 
     _unnumbered = 0
-    _told = False
-    """Whether a warning has said that samples have no length."""
+    _has_warned = False
+    """Of samples without a length."""
 
     def __init__(self, n_samples_per_prompt: int = 1, dp_size: int = 1, weight: Weight = _LENGTHS) -> None:
         super().__init__(n_samples_per_prompt)
@@ -102,7 +102,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         if self.weight != _LENGTHS:
             return sample_weights(samples, self.weight, view)
         tags = view.get_custom_meta(samples)
-        if not self._told and any(_LENGTHS not in (tags.get(index) or {}) for index in samples):
-            self._told = True
+        if not self._has_warned and any(_LENGTHS not in (tags.get(index) or {}) for index in samples):
+            self._has_warned = True
             logger.warning("samples without the tag %r count as 1 where batches are balanced by it.", _LENGTHS)
         return sample_weights(samples, self.weight, view, missing=1)

@@ -206,5 +206,4 @@ class Queue:
         """Nothing waits, and no session holds anything."""
         assert self.plane.state.waits.count == 0
         assert self.plane.calls.clients() == []
-        assert not self.plane.state.leases.held
-        assert not self.plane.state.leases._workers
+        assert not self.plane.state.leases.workers

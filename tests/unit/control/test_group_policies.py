@@ -450,3 +450,27 @@ def test_a_reward_costs_as_much_however_many_groups_wait_for_theirs() -> None:
         return calls
 
     assert calls_of_a_reward(200) < 1.2 * calls_of_a_reward(20)
+
+
+# ---- which rank gets which group ----
+
+
+def test_ranks_get_groups_of_about_the_same_length_in_all():
+    queue = Queue()
+    queue.register("actor", GroupSampler(groups=4, balance="length"), dp_size=2)
+    queue.add(4, ["actor"])
+    leases = queue.lease(count=4)
+    for lease, length in zip(leases, (8, 1, 2, 7), strict=True):
+        assert isinstance(queue.put(lease, 2, [{"length": length}] * 2), list)
+    shares = [queue.draw("actor", batch=0, rank=rank) for rank in range(2)]
+    heads = [lease.head for lease in leases]
+    assert sorted(map(sorted, shares)) == [[heads[0], heads[1]], [heads[2], heads[3]]]
+
+
+def test_a_row_without_a_length_is_named_where_ranks_are_balanced_by_it():
+    queue = Queue()
+    queue.register("actor", GroupSampler(groups=2, balance="length"), dp_size=2)
+    queue.add(2, ["actor"])
+    for lease in queue.lease(count=2):
+        queue.put(lease, 1, [{"reward": 1.0}])
+    refused(queue.fetch("actor", batch=0, rank=0), "SamplerError", "has no tag 'length'")

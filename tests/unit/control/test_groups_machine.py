@@ -457,8 +457,8 @@ class GroupsMachine(RuleBasedStateMachine):
     def trained_before(self, version: int) -> None:
         """What was drawn for earlier steps."""
         for task, trainer in self.queue.plane.state.leases.trainers.items():
-            for step, drawn in trainer.rounds.items():
-                for head in drawn if step < version else ():
+            for batch in trainer.open_batches():
+                for head in batch.groups if batch.step < version else ():
                     self.model.trains(task, self.groups[head])
 
     # ---- after each step ----
@@ -475,7 +475,7 @@ class GroupsMachine(RuleBasedStateMachine):
             assert self.queue.charged(task) == self.model.charged(task) <= budget
         if PART in self.queue.plane.state.partitions:
             assert self.queue.plane.state.partitions[PART].num_live == self.model.num_rows()
-        tokens = set(self.queue.plane.state.leases.held)
+        tokens = {lease.token for lease in self.queue.plane.state.leases.all_held()}
         assert tokens == set(self.model.leases), "leases"
         assert not (self.parked and self.model.leasable()), "those that wait get what there is"
 
@@ -514,8 +514,8 @@ class GroupsMachine(RuleBasedStateMachine):
         else:
             groups = self.queue.plane.state.partitions[PART].groups
             assert groups is not None
-            known = [(each.index, each.state, each.drawn_by, each.trained_by) for each in groups.live.values()]
-            raise AssertionError(f"it never ends: {known}, {ended}, {groups.batches}")
+            known = [(each.index, each.state, list(each.drawn), each.trained) for each in groups.live.values()]
+            raise AssertionError(f"it never ends: {known}, {ended}")
         for head, state in self.queue.states().items():
             assert state in ("drawn", "trained", *LEFT), (head, state, self.groups[head])
 

@@ -223,9 +223,8 @@ def work_of(front: Front, data: st.DataObject) -> Any:
     """What a worker, or a late one, does with a group that was leased: rows for it, or the end of its lease."""
     partition = None if front.plane is None else front.plane.state.partitions.get("p")
     groups = None if partition is None else partition.groups
-    known = (
-        [] if groups is None else [(lease, head) for head, own in groups.live.items() for lease in own.tokens.values()]
-    )
+    live = {} if groups is None else groups.live
+    known = [(lease.token, head) for head, own in live.items() for lease in own.holders.values()]
     lease, head = data.draw(st.sampled_from(known or [(1, 0)]))
     parts = data.draw(st.sampled_from([[0], [1], [0, 1], []]))
     members = p.Members(lease, head, parts, data.draw(st.booleans()))
