@@ -264,10 +264,10 @@ class Groups:
             )
         return lease
 
-    def mark(self, members: Members, indexes: Indexes) -> None:
-        """New rows are about to be published as members."""
+    def mark(self, members: Members, rows: Rows, fields: Iterable[str]) -> None:
+        """New rows are about to be published as members, with these fields."""
         self._table.copies.make()
-        rows = self.partition.rows_of(indexes)
+        self.member_fields.update(fields)
         self._table.column(HEAD)[rows] = 1 + members.head
         self._table.column(PART)[rows] = 1 + np.repeat(np.array(members.parts), len(rows) // len(members.parts))
 

@@ -24,7 +24,7 @@ from transfer_queue.control.rows import (
 )
 from transfer_queue.control.schema import Schema
 from transfer_queue.errors import InvalidRequestError, SampleClearedError
-from transfer_queue.protocol import FieldSpec, Indexes, Tags
+from transfer_queue.protocol import FieldSpec, Indexes, Members, Tags
 
 _COUNTED = one_of(RowState.FREE, RowState.RESERVED_FREE, RowState.LIVE)
 _RESERVED = one_of(RowState.RESERVED, RowState.RESERVED_FREE)
@@ -128,18 +128,23 @@ class Partition:
 
     @property
     def takes_whole_puts(self) -> bool:
-        """Whether new samples are plain rows at the end: none was made for them, and no group may have them."""
-        return self.groups is None and not self.num_free and (self.preallocate < 2 or bool(self.table.size))
+        """Whether new samples are rows at the end, because none was made for them."""
+        return not self.num_free and (self.preallocate < 2 or bool(self.table.size))
 
-    def add(self, indexes: Indexes, specs: Mapping[str, FieldSpec], tags: Mapping[int, Tags], now: float) -> None:
+    def add(
+        self, indexes: Indexes, specs: Mapping[str, FieldSpec], tags: Mapping[int, Tags], now: float,
+        members: Members | None = None,
+    ) -> None:  # fmt: skip
         """New samples with these fields, of one put: ``reserve`` and ``publish`` in one step, where it takes whole puts
-        and is open. Call ``schema.check`` first.
+        and is open. Call ``schema.check`` first. ``members``: of which group they are.
         """
         count = len(indexes)
         if self.table.copies:
             self.table.copies.make()
         rows = self.table.append(indexes, RowState.LIVE)
         self._count_put(slice(self.table.size - count, self.table.size), count)
+        if members is not None and self.groups is not None:
+            self.groups.mark(members, rows, specs)
         if tags:
             self.set_tags(tags, merge=True)
         self._count_live(count)

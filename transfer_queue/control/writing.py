@@ -156,14 +156,16 @@ def write(state: PlaneState, call: Call, request: Writer) -> p.Reply | Wait:
     return Wait(WRITERS, call.since + request.wait_s, answer, size=count, keys=tuple(keys))
 
 
-def takes_now(state: PlaneState, request: p.Reserve) -> bool:
+def takes_now(state: PlaneState, call: Call, request: p.Reserve) -> bool:
     """Whether these samples can be added whole, in one step: they need no room of others, and no rows made before.
 
     Raises for errors that waiting can't resolve.
     """
     partition = state.partitions.get(request.partition)
-    if partition is None or request.role is not None or not partition.takes_whole_puts:
+    if partition is None or not partition.takes_whole_puts:
         return False
+    if request.role is not None:
+        group_work.check_members(state, call, partition, request.role, request.count)
     return check(state, request) <= state.room() and not (state.waits.count and state.waits.has(WRITERS))
 
 
@@ -171,14 +173,19 @@ def add(
     state: PlaneState, call: Call, request: p.Reserve, indexes: p.Indexes, tags: Mapping[int, p.Tags]
 ) -> p.Reserved:
     """New samples whose values are stored, readable from now on. ``tags``: by index. Call ``takes_now`` first."""
-    partition = state.partitions[request.partition]
+    partition, members = state.partitions[request.partition], request.role
+    held: Holding = Effect()
     if tags:
         check_tags(tags.values())
     dtypes = partition.schema.dtypes_with(request.fields)
-    partition.add(indexes, request.fields, tags, state.calls.now)
-    state.changed(partition)
+    partition.add(indexes, request.fields, tags, state.calls.now, members)
+    _appeared(state, call, partition, members, indexes)
     state.producers.published(call, request.fields)
-    state.calls.hold(call, NewSamples(state, partition, indexes))
+    if members is None:
+        held = NewSamples(state, partition, indexes)
+    elif not members.closes:  # which can't be undone
+        held = group_work.NewRows(state, partition, members, indexes)
+    state.calls.hold(call, held)
     return p.Reserved(request.id, p.pack_indexes(indexes), dtypes)
 
 
@@ -436,24 +443,29 @@ def publish(state: PlaneState, call: Call, request: p.Publish) -> p.Reply:
 def _published(state: PlaneState, call: Call, request: p.Publish, partition: Partition, indexes: p.Indexes) -> Rows:
     """Make the fields visible, and new samples what they are besides. Returns the rows."""
     role, now = request.role, state.calls.now
-    if role is None:
-        rows = partition.publish(indexes, request.fields, request.tags, now)
-        state.changed(partition)
-        if request.tags and partition.groups is not None:
-            group_work.retagged(state, partition, request.tags)
-    elif isinstance(role, p.Terms):
-        groups = group_work.groups_of(partition)
+    if isinstance(role, p.Terms):
         rows = partition.publish(indexes, request.fields, request.tags, now, RowState.HEAD)
-        groups.add(rows, role)
+        group_work.groups_of(partition).add(rows, role)
         group_work.settle(state, partition)
-    else:
+        return rows
+    if role is not None:
         group_work.check_members(state, call, partition, role, len(indexes))
-        groups = group_work.groups_of(partition)
-        groups.mark(role, indexes)
-        groups.member_fields.update(request.fields)
-        rows = partition.publish(indexes, request.fields, request.tags, now)
-        group_work.joined(state, call, partition, role, indexes)
+        group_work.groups_of(partition).mark(role, partition.rows_of(indexes), request.fields)
+    rows = partition.publish(indexes, request.fields, request.tags, now)
+    _appeared(state, call, partition, role, indexes)
+    if request.tags and role is None and partition.groups is not None:
+        group_work.retagged(state, partition, request.tags)
     return rows
+
+
+def _appeared(
+    state: PlaneState, call: Call, partition: Partition, members: p.Members | None, indexes: p.Indexes
+) -> None:
+    """These samples can be read: what waits for them is woken, and their group goes on."""
+    if members is None:
+        state.changed(partition)
+    else:
+        group_work.joined(state, call, partition, members, indexes)
 
 
 def _complete(state: PlaneState, call: Call, request: p.Publish, first: Call, partition: Partition) -> bool:

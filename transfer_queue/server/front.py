@@ -191,7 +191,7 @@ class Front:
         columns = self._columns(call, put.write) if put.write else None
         if (
             columns is not None and isinstance(begin, p.Reserve)
-            and writing.takes_now(self.plane.state, begin) and self.unit.takes_now(call, columns)
+            and writing.takes_now(self.plane.state, call, begin) and self.unit.takes_now(call, columns)
         ):  # fmt: skip
             return self._put_now(call, put, begin, columns)
         return self._put_in_steps(call, put, columns)
