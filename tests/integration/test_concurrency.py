@@ -145,15 +145,14 @@ def test_readers_never_see_a_sample_without_the_fields_they_asked_for(client, na
 
 
 FIRST_CALLS = """
-import json, sys, threading
-from transfer_queue.client import TransferQueueClient
-from transfer_queue.utils.zmq_utils import ZMQServerInfo
+import json, sys, threading; from transfer_queue.utils.zmq_utils import ZMQServerInfo
+import transfer_queue as tq
 
 controller = ZMQServerInfo.from_dict(json.loads(sys.argv[1]))
 together, done = threading.Barrier(8), []
 
 def first_call(number):
-    client = TransferQueueClient(f"first-{number}", controller)
+    client = tq.TransferQueueClient(f"first-{number}", controller)
     together.wait()
     done.append(client.get_partition_list())
     client.close()
