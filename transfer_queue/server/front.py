@@ -197,12 +197,13 @@ class Front:
         return self._put_in_steps(call, put, columns)
 
     def _put_now(self, call: Call, put: p.Put, begin: p.Reserve, columns: Columns) -> p.Reply:
+        """All of it in one step, of which an error leaves nothing."""
         assert self.plane is not None
         assert self.unit is not None
         indexes = self.plane.state.allocator.allocate(begin.count)
         tags = _by_index(put.tags, indexes) if put.tags else {}
-        self.unit.store_new(call, indexes, columns)
         try:
+            self.unit.store_new(call, indexes, columns)
             return writing.add(self.plane.state, call, begin, indexes, tags)
         except BaseException:
             self.unit.delete(indexes)
