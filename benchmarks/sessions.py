@@ -3,6 +3,8 @@
 
 ``waited_for_a_core``: the share of the slowest hundredth of the calls' time in which their threads could have run,
 but had no core; and the same for the server, of all its time. Linux counts it (/proc/PID/schedstat).
+``calls_per_session``: the fewest and the most calls that one of 1 000 sessions of a process made in the same seconds,
+each as soon as its last one was answered. They are equal where the server takes turns.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 THREADS = 4
 CROWDS = {"4_sessions": (4, 1), "256_sessions": (64, THREADS)}  # processes, threads in each
 SECONDS = 8.0
-RANKS, STEPS, BATCH = 1000, 10, 8
+RANKS, STEPS, BATCH, TURNS_S = 1000, 10, 8, 8.0
 FIELDS = {"x": p.FieldSpec("int64", (1024,))}
 
 
@@ -168,6 +170,18 @@ class Ranks:
             await self.put("steps", BATCH * len(tokens))
             tokens = [batch.token for batch in await waiting]
 
+    async def turns(self, seconds: float) -> list[int]:
+        """How often each rank was answered, if it asks again at once."""
+        counts, ends = [0] * len(self.callers), time.perf_counter() + seconds
+
+        async def ask(rank: int) -> None:
+            while time.perf_counter() < ends:
+                await self.ask(rank, p.ListPartitions)
+                counts[rank] += 1
+
+        await self.all(ask)
+        return counts
+
     async def _fetch(self, rank: int, step: int, token: str) -> Any:
         if token:
             await self.ask(rank, p.Ack, "steps", "train", [token])
@@ -230,11 +244,13 @@ async def _many_ranks(server: psutil.Process, address: str, ranks: int, steps: i
     began = time.perf_counter()
     await crowd.all(lambda rank: crowd.ask(rank, p.ListPartitions))
     listed_s = time.perf_counter() - began
+    counts = await crowd.turns(TURNS_S * ranks / RANKS)
     crowd.close()
     return {
         "step_ms": took_s / steps * 1e3,
         "server_cpu_us_per_rank_and_step": cpu_s / steps / ranks * 1e6,
         "requests_per_s_of_one_client_process": ranks / listed_s,
+        "calls_per_session": f"{min(counts)} to {max(counts)}",
         "server_kib_per_session": (idle[0] - before[0]) / ranks,
         "server_kib_per_session_in_steps": (busy[0] - before[0]) / ranks,
         "server_descriptors_per_session": (idle[1] - before[1]) / ranks,
