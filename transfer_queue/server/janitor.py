@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from transfer_queue.errors import QueueUnreachableError
@@ -25,33 +26,36 @@ class Janitor:
 
     def __init__(self, storage: StorageManager) -> None:
         self._storage = storage
-        self._thread = ThreadPoolExecutor(1, "tq-janitor")
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="tq-janitor", daemon=True)
+        self._thread.start()
 
     def end_write(self, client: str, call: int, published: bool) -> None:
         """This client has cancelled this write. It is committed if it was published, else aborted."""
-        self._do(lambda: self._storage.end_write(client, call, published))
+        self._jobs.put(lambda: self._storage.end_write(client, call, published))
 
     def end_session(self, client: str, published: list[int]) -> None:
         """Of this client's uncommitted writes, these were published."""
-        self._do(lambda: self._storage.end_session(client, published))
+        self._jobs.put(lambda: self._storage.end_session(client, published))
 
     def delete(self, indexes: Any) -> None:
         """Delete the values of these samples, an int64 array."""
-        self._do(lambda: self._storage.clear_rows(indexes.tolist()))
+        self._jobs.put(lambda: self._storage.clear_rows(indexes.tolist()))
 
     def close(self) -> None:
         """Do what is left, then end the thread."""
-        self._do(self._storage.close)
-        self._thread.submit(self._storage.session.close)
-        self._thread.shutdown()
+        self._jobs.put(None)
+        self._thread.join()
 
-    def _do(self, job: Job) -> None:
-        # The backend may be anybody's code, and the next job must be done.
-        self._thread.submit(guarded, _carry_out, job)
+    @staticmethod
+    def _do(job: Job) -> None:
+        try:
+            run_blocking(job())
+        except QueueUnreachableError as error:  # the unit has ended, maybe with the queue, and its values with it
+            _log.debug("what an ended client left behind is gone with its storage unit: %s", error)
 
-
-def _carry_out(job: Job) -> None:
-    try:
-        run_blocking(job())
-    except QueueUnreachableError as error:  # the unit has ended, maybe with the queue, and its values with it
-        _log.debug("what an ended client left behind is gone with its storage unit: %s", error)
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            guarded(self._do, job)  # the backend may be anybody's code, and the next job must be done
+        run_blocking(self._storage.close())
+        self._storage.session.close()

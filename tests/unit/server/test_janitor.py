@@ -87,8 +87,8 @@ def test_jobs_are_done_in_order_in_a_thread_of_its_own_and_all_of_them_before_it
     assert storage.jobs == [
         ("delete", [3, 4]), ("end", "me", [10]), ("commit", "me", 11), ("abort", "me", 12), ("delete", [5]), ("close",),
     ]  # fmt: skip
-    assert storage.threads == {"tq-janitor_0"}
-    assert "tq-janitor_0" not in [thread.name for thread in threading.enumerate()]
+    assert storage.threads == {"tq-janitor"}
+    assert "tq-janitor" not in [thread.name for thread in threading.enumerate()]
 
 
 @pytest.mark.parametrize(
