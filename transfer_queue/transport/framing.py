@@ -15,9 +15,8 @@ import operator
 import struct
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-import msgspec
 import numpy as np
 
 from transfer_queue.transport.base import Buffer
@@ -39,7 +38,7 @@ class FramingError(Exception):
     """The stream is not in our format; nothing that follows on it can be read."""
 
 
-class Message(msgspec.Struct, frozen=True):
+class Message(NamedTuple):
     """The frames are read-only views. None of them shares memory with another message's frames."""
 
     number: int

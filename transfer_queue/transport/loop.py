@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import select
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from transfer_queue.transport.descriptors import LONGEST_WAIT_S, READ, Spin, longest_s
@@ -21,13 +21,13 @@ class Readiness:
 
     def __init__(self) -> None:
         self._poller = select.epoll()
-        self.acts: dict[int, Act] = {}
+        self._acts: dict[int, Act] = {}
         self._spin = Spin(longest_s())
 
     def add(self, descriptor: int, act: Act) -> None:
         """Act whenever there is something to read."""
         self._poller.register(descriptor, READ)
-        self.acts[descriptor] = act
+        self._acts[descriptor] = act
 
     def want(self, descriptor: int, wanted: int) -> None:
         """Change what to wait for."""
@@ -35,21 +35,22 @@ class Readiness:
 
     def remove(self, descriptor: int) -> None:
         """Call this before closing: a forked child's copy would still be reported."""
-        del self.acts[descriptor]
+        del self._acts[descriptor]
         self._poller.unregister(descriptor)
 
-    def wait(self, left_s: float) -> list[tuple[int, Act, int]]:
-        """Those that are ready, each with its action and what is ready; none after ``left_s`` or ``LONGEST_WAIT_S``."""
+    def wait(self, left_s: float) -> Iterator[tuple[Act, int]]:
+        """Yield the actions of ready descriptors; nothing after ``left_s`` or ``LONGEST_WAIT_S``."""
         found, poll = [], self._poller.poll
         for descriptor, ready in self._spin.wait(poll, lambda: poll(min(left_s, LONGEST_WAIT_S)), left_s):
-            act = self.acts.get(descriptor)
-            if act is not None:
-                found.append((descriptor, act, ready))
-        return found
+            found.append((descriptor, self._acts.get(descriptor), ready))
+        for descriptor, act, ready in found:
+            # A previous action may have closed this descriptor, and a new one may have its number.
+            if act is not None and self._acts.get(descriptor) is act:
+                yield act, ready
 
     def close(self) -> None:
         """Remove all descriptors, without closing them."""
-        self.acts.clear()
+        self._acts.clear()
         self._poller.close()
 
 

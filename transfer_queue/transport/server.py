@@ -133,16 +133,14 @@ class SocketServer:
                 os.eventfd_write(self._wake, 1)
 
     def _turn(self) -> None:
-        due, readiness, began = self._handler.next_deadline(), self._readiness, None
+        due, began = self._handler.next_deadline(), None
         for listener in self._listeners:
             at = listener.next_deadline()
             due = at if due is None or (at is not None and at < due) else due
         due = math.inf if due is None else due
-        for descriptor, act, ready in readiness.wait(max(0.0, due - time.monotonic())):
+        for act, ready in self._readiness.wait(max(0.0, due - time.monotonic())):
             began = began or time.monotonic()
-            # A previous action may have closed this descriptor, and a new one may have its number.
-            if readiness.acts.get(descriptor) is act:
-                guarded(act, ready)
+            guarded(act, ready)
         if due <= (now := time.monotonic()):
             began = began or now
             guarded(self._expire, now)

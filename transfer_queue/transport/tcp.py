@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -209,7 +208,7 @@ class _Link:
         for message in messages:
             connection = self.connections.get(message.number >> _ID_BITS)
             if connection is not None:
-                connection.deliver(msgspec.structs.replace(message, number=message.number & _ID_MASK))
+                connection.deliver(message._replace(number=message.number & _ID_MASK))
 
     def _handle_event(self, event: int) -> None:
         if event == zmq.EVENT_CONNECTED:
