@@ -58,3 +58,4 @@ def _load(groups: Groups, index: int, terms: Terms, tags: Tags) -> None:
     group.is_complete = state not in UNDER_WORK
     group.trained = frozenset(terms.tasks if state == TRAINED else ())
     groups.enter(group)
+    groups.update(group)

@@ -171,7 +171,14 @@ class Group:
         return [index for part in parts for index in self.members.get(part, ())]
 
     def open_parts(self) -> list[int]:
-        return [part for part in range(self.terms.parts) if part not in self.closed]
+        parts, closed = range(self.terms.parts), self.closed
+        return [part for part in parts if part not in closed] if closed else list(parts)
+
+    @property
+    def has_free_part(self) -> bool:
+        holders = self.holders  # mostly one lease has all parts, so that each needn't be looked at
+        all_held = len(holders) == self.terms.parts and all(own.is_held for own in set(holders.values()))
+        return not all_held and bool(self.free_parts())
 
     def free_parts(self) -> list[int]:
         """Open parts that no lease has."""

@@ -187,16 +187,15 @@ class Groups:
         self._table.column(TERMS)[rows] *= -1
 
     def enter(self, group: Group) -> None:
-        """Work on it has begun, here or before a restore."""
+        """Work on it has begun, here or before a restore. An ``update`` follows."""
         self.live[group.index] = self.unfinished[group.index] = group
         self.counts[group.state] += 1
-        self.update(group)
 
     def update(self, group: Group) -> None:
         """Its record has changed: so may its state, what is kept by state, and its tags."""
         before, now = group.state, group.next_state()
         self.touched[group.index] = self._unwritten[group.index] = group
-        if now in UNDER_WORK and group.free_parts():
+        if now in UNDER_WORK and group.has_free_part:
             self.with_free_parts[group.index] = group
         elif before in UNDER_WORK:
             self.with_free_parts.pop(group.index, None)

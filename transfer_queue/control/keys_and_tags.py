@@ -152,6 +152,10 @@ class TagStore(Mapping[int, Tags]):
         if self.late is not None:
             self.late()
 
+    def _set_late(self, rows: Rows) -> None:
+        if (self._table.column("state")[rows] == RowState.HEAD).any():
+            self.catch_up()
+
     def put(self, rows: Rows, tags: Sequence[Tags], merge: bool) -> None:
         """Set the tags of each row; ``merge`` keeps other existing tags."""
         column = self._table.ensure_column(_COLUMN, np.object_)
@@ -170,15 +174,19 @@ class TagStore(Mapping[int, Tags]):
 
     def of(self, indexes: Indexes, rows: Rows) -> dict[int, Tags]:
         """The tags of those samples that have some; ``rows`` are the samples' rows."""
-        packed = self.packed(rows)
+        if not self._table.has_column(_COLUMN):
+            return {}
+        if self.late is not None:
+            self._set_late(rows)
+        packed = self._table.column(_COLUMN)[rows].tolist()
         return {i: _decoder.decode(own) for i, own in zip(indexes.tolist(), packed, strict=True) if own}
 
     def packed(self, rows: Rows) -> list[bytes | None]:
         """The tags of these rows as they are stored, for ``unpacked_tags``."""
         if not self._table.has_column(_COLUMN):
             return [None] * len(rows)
-        if self.late is not None and (self._table.column("state")[rows] == RowState.HEAD).any():
-            self.late()
+        if self.late is not None:
+            self._set_late(rows)
         found: list[bytes | None] = self._table.column(_COLUMN)[rows].tolist()
         return found
 
