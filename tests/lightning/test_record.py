@@ -4,14 +4,11 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -21,7 +18,8 @@ from producing import fill, rows
 import transfer_queue as tq
 from lightning_tq import Producer, Stream, TQDataModule
 from tests.console import lightning_tq
-from tests.lightning.conftest import ROOT, stream
+from tests.lightning.conftest import stream
+from tests.warm_python import Program, started
 from transfer_queue.errors import InvalidRequestError
 
 pytestmark = pytest.mark.timeout(600)
@@ -51,20 +49,11 @@ class Noting(LightningModule):
 
 
 @contextmanager
-def recorder(address: str, directory: Path, task: str = "learn") -> Iterator[subprocess.Popen[str]]:
-    """The command in a process, which has said that it records."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lightning_tq", "record", address, str(directory), "--task", task],
-        stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert process.stdout is not None
-    try:
-        assert process.stdout.readline().startswith(f"Recording task {task!r}")
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+def recorder(address: str, directory: Path, task: str = "learn") -> Iterator[tuple[Program, IO[str]]]:
+    """The command in a process, which has said that it records; and what else it prints."""
+    with started("-m", "lightning_tq", "record", address, directory, "--task", task) as (program, out, _):
+        assert out.readline().startswith(f"Recording task {task!r}")
+        yield program, out
 
 
 def weights(model: LightningModule) -> list[list[float]]:
@@ -88,10 +77,10 @@ def test_a_replay_trains_the_same_batches_to_the_same_weights_without_producers(
     queue = {"units": 1, "total_storage_size": 12}  # so it also stands still where the recorder held it up for ever
     model = Noting()
     datamodule = TQDataModule(train=stream(**read, clear_consumed=True), queue=queue, producers=[PRODUCED])
-    with datamodule, recorder(datamodule.address, tmp_path / "record") as process:
+    with datamodule, recorder(datamodule.address, tmp_path / "record") as (_, out):
         trainer(max_epochs=2).fit(model, datamodule)
         datamodule.close()  # waits for the recorder
-        said, _ = process.communicate()
+        said = out.read()
     assert "10 batches written" in said
     assert len(model.noted) == 20
     again = replayed(trainer, tmp_path / "record", **read)
@@ -109,10 +98,10 @@ def test_groups_are_replayed_with_their_heads_and_versions(tmp_path: Path, train
     read = {"batch_size": None, "head_fields": ["number"]}
     model = Noting()
     datamodule = TQDataModule(train=stream(**read, sampler=sampler), queue={"units": 1}, producers=producers)
-    with datamodule, recorder(datamodule.address, tmp_path / "record") as process:
+    with datamodule, recorder(datamodule.address, tmp_path / "record") as (_, out):
         trainer().fit(model, datamodule)
         datamodule.close()
-        process.communicate()
+        out.read()
     assert [len(noted[6]) for noted in model.noted] == [2, 2, 2, 2]
     assert replayed(trainer, tmp_path / "record", **read, sampler=sampler).noted == model.noted
 
@@ -133,20 +122,20 @@ def test_what_a_killed_recorder_wrote_is_readable_and_the_next_one_goes_on_witho
     client, directory = client_of(data), tmp_path / "record"
     client.register_task("learn", dp_size=1)
     fill(client, "train", 8)
-    with recorder(tq.init()["address"], directory) as process:
+    with recorder(tq.init()["address"], directory) as (program, _):
         client.ack(take(client, 0), "learn")
         while client.get_stats()["partitions"]["train"]["tasks"][f"record:learn:{directory}"]["in_flight"]:
             pass
-        process.send_signal(signal.SIGKILL)
+        program.send_signal(signal.SIGKILL)
     (directory / "000001.tmp").mkdir()  # what it would have left, had it been writing
     assert list(tq.RecordedBatches(directory).rounds) == [("train", 0)]
     given = [take(client, number) for number in (1, 2)]
     for meta in given:
         client.ack(meta, "learn")
     assert client.clear_consumed("train") == 2, "the queue keeps what is not recorded"
-    with recorder(tq.init()["address"], directory) as process:
-        process.send_signal(signal.SIGTERM)
-        process.communicate()
+    with recorder(tq.init()["address"], directory) as (program, out):
+        program.send_signal(signal.SIGTERM)
+        out.read()
     found = tq.RecordedBatches(directory)
     assert list(found.rounds) == [("train", 0), ("train", 1), ("train", 2)]
     assert [found.read("train", 0, number)[1].global_indexes for number in (1, 2)] == [
