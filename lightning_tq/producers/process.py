@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import inspect
 import os
@@ -60,6 +61,7 @@ def main(order: StartOrder) -> None:
         os.execvp(order.target[0], order.target)
     sys.path[:], sys.argv[:] = order.sys_path, order.argv
     function = _find_function(order, order.target)
+    gc.freeze()  # or this process, when it ends, looks through all that was imported for garbage: a second of work
     function(**pickle.loads(order.args), **_worker_numbers(function, order))
     import transfer_queue
 
