@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes that tests started, without the ones that Python keeps beside multiprocessing; and their patience."""
+"""The processes that tests started, without the ones that are kept to fork from; and their patience."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import psutil
 SLOW = float(os.environ.get("TQ_TEST_SLOW") or 1.0)
 """Tests wait so many times as long for other processes: more than 1 for a machine that has much else to do."""
 
-_PYTHONS_OWN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+_KEPT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "tests.warm_python")
 
 
 def own_processes(pid: int | None = None, recursive: bool = True) -> list[psutil.Process]:
@@ -40,6 +40,6 @@ def _counts(process: psutil.Process) -> bool:
         command = " ".join(process.cmdline())
         if not command or process.status() == psutil.STATUS_ZOMBIE:  # one that ends loses its command first
             return False
-        return not any(name in command for name in _PYTHONS_OWN)
+        return not any(name in command for name in _KEPT)
     except psutil.NoSuchProcess:  # ended meanwhile, or a zombie
         return False

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import inspect
 import os
@@ -56,6 +57,7 @@ def main(order: StartOrder) -> None:
         os.execvp(order.target[0], order.target)
     spawn.prepare({name: order.main[name] for name in ("sys_path", "sys_argv")})
     function = _find_function(order, order.target)
+    gc.freeze()  # or this process, when it ends, looks through all that was imported for garbage: a second of work
     function(**pickle.loads(order.args), **_worker_numbers(function, order))
     import transfer_queue
 

@@ -7,8 +7,6 @@ import asyncio
 import itertools
 import multiprocessing
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +22,7 @@ from tests.contract.backend_kit import BACKENDS, RUNNING, die_before_commit, man
 from tests.contract.storage_kit import blocking
 from tests.integration.noticing import until
 from tests.own_processes import SLOW, own_processes
+from tests.warm_python import ROOT, run_python
 from transfer_queue import protocol as p
 
 _names = itertools.count()
@@ -275,14 +274,13 @@ tq.close()
 """
 
 
-def test_another_process_reads_and_writes(client, name):
+def test_another_process_reads_and_writes(client, name, tmp_path):
     client.put(rows(x=torch.tensor([[3], [4]])), partition_id=name)
-    subprocess.run(
-        [sys.executable, "-c", _OTHER, name],
-        check=True,
-        timeout=90 * SLOW,
-        env={**os.environ, "TQ_ADDRESS": queue_address()},
-    )
+    other = tmp_path / "other.py"
+    other.write_text(_OTHER)
+    environment = {**os.environ, "TQ_ADDRESS": queue_address(), "PYTHONPATH": str(ROOT)}
+    done = run_python(other, name, env=environment, timeout=90 * SLOW)
+    assert done.returncode == 0, done.stderr
     meta = client.get_meta(["y"], 2, name, task_name="u")
     assert listed(client.get_data(meta)["y"]) == [[6], [8]]
 

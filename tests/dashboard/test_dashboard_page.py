@@ -9,8 +9,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +23,7 @@ from tensordict import TensorDict
 import transfer_queue as tq
 from lightning_tq import TQDataModule
 from tests.console import lightning_tq
+from tests.warm_python import started
 
 aiohttp = pytest.importorskip("aiohttp", reason="needs the extra 'dashboard'")
 from tests.dashboard.browser import WAIT_S, Page, chromium  # noqa: E402  (it needs aiohttp)
@@ -52,19 +51,12 @@ def queue(**conf: Any) -> Iterator[Any]:
 @contextmanager
 def page_of(address: str, *options: str) -> Iterator[str]:
     """A dashboard of this queue; its URL."""
-    command = [sys.executable, "-m", "lightning_tq", "dashboard", "--port", "0", *options, address]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert process.stdout is not None
-    try:
-        said = process.stdout.readline()
+    with started("-m", "lightning_tq", "dashboard", "--port", "0", *options, address) as (program, out, _):
+        said = out.readline()
         assert said.startswith("Dashboard: http://"), said
         yield said.split()[1]
-        process.send_signal(signal.SIGINT)
-        assert process.wait(WAIT_S) == 0
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+        program.send_signal(signal.SIGINT)
+        assert program.wait(WAIT_S) == 0
 
 
 def looked_at(name: str, url: str, directory: Path, look: Callable[[Page], Awaitable[None]]) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +14,7 @@ import pytest
 
 from tests.console import lightning_tq
 from tests.own_processes import SLOW
+from tests.warm_python import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", *(ROOT / "examples").rglob("README.md")])
@@ -57,17 +57,16 @@ def test_a_block_that_names_an_example_shows_that_file(page: Path) -> None:
         assert (ROOT / path).read_text().endswith(code), f"{path} differs from its block"
 
 
-def run(directory: Path, *command: str) -> str:
+def run(directory: Path, *words: str) -> str:
+    """What ``python WORDS...`` prints there. It must succeed."""
     environment = {
         "PYTHONPATH": str(ROOT),
         "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
         "HOME": str(directory),
         "HF_HUB_OFFLINE": "1",
     }
-    done = subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=100 * SLOW, check=False
-    )
-    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}\n{done.stderr}"
+    done = run_python(*words, cwd=directory, env=environment, timeout=100 * SLOW)
+    assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
 
 
@@ -84,7 +83,7 @@ def test_the_python_blocks_of_a_page_are_a_program(page: Path, tmp_path: Path) -
         pytest.skip(f"{needed} is not installed")
     program = tmp_path / f"{page.stem.lower()}_page.py"
     program.write_text("\n".join(block.code for block in blocks(page) if block.language == "python"))
-    run(tmp_path, sys.executable, str(program))
+    run(tmp_path, str(program))
 
 
 @pytest.mark.programs
@@ -93,7 +92,7 @@ def test_the_yaml_blocks_of_a_page_are_runs(page: Path, tmp_path: Path) -> None:
     for number, block in enumerate(block for block in blocks(page) if block.language == "yaml"):
         path = tmp_path / f"block{number}.yaml"
         path.write_text(block.code)
-        said = run(tmp_path, sys.executable, "-m", "lightning_tq", "fit", "--config", str(path))
+        said = run(tmp_path, "-m", "lightning_tq", "fit", "--config", str(path))
         assert "left over" not in said, "a run that is shown should train all of its samples"
 
 

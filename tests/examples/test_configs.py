@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import csv
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.own_processes import own_processes
+from tests.warm_python import run_python
 
 ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("lightning-tq")
@@ -25,10 +25,8 @@ pytestmark = pytest.mark.timeout(150)
 def run(config: str, folder: Path, command: str = "fit", **options: object) -> str:
     """Run it and return its output. Keywords are options with "__" for a dot."""
     changes = [f"--{name.replace('__', '.')}={value}" for name, value in options.items()]
-    done = subprocess.run(
-        [COMMAND, command, f"--config=configs/{config}", f"--trainer.default_root_dir={folder}", *changes],
-        cwd=ROOT, capture_output=True, text=True, timeout=140,
-    )  # fmt: skip
+    files = f"--config=configs/{config}", f"--trainer.default_root_dir={folder}"
+    done = run_python(COMMAND, command, *files, *changes, timeout=140)
     assert done.returncode == 0, done.stdout + done.stderr
     assert own_processes() == []
     return done.stdout

@@ -4,23 +4,18 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.own_processes import SLOW, own_processes
+from tests.warm_python import run_python
 
-ROOT = Path(__file__).parents[2]
 
-
-def run(*command: str) -> str:
+def run(*words: str) -> str:
     """Run it with Python and return its output."""
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=280 * SLOW, check=False
-    )
+    done = run_python(*words, timeout=280 * SLOW)
     assert done.returncode == 0, done.stdout + done.stderr
     assert own_processes() == []
     return done.stdout

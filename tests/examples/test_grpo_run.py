@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import csv
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,8 +14,8 @@ pytest.importorskip("reasoning_gym")
 pytest.importorskip("matplotlib")
 
 from examples.grpo import compare
+from tests.warm_python import run_python
 
-ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("lightning-tq")
 SMALL = {
     "trainer.max_epochs": 2,
@@ -31,8 +30,7 @@ def run(folder: Path, *more: str, **trainer: str | int) -> str:
     options = {**SMALL, "trainer.logger.init_args.save_dir": folder}
     options.update({f"trainer.{name}": value for name, value in trainer.items()})
     configs = [f"--config=configs/{name}" for name in ("grpo.yaml", *more)]
-    command = [COMMAND, "fit", *configs, *(f"--{name}={options[name]}" for name in options)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    done = run_python(COMMAND, "fit", *configs, *(f"--{name}={options[name]}" for name in options), timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -46,10 +44,17 @@ def summary(printed: str) -> dict[str, str]:
     return dict(re.findall(r"^  ([a-z -]+?)  +(.+)$", printed, re.MULTILINE))
 
 
+@pytest.fixture(scope="module")
+def main_job(tmp_path_factory):
+    """Its folder, and what it printed."""
+    folder = tmp_path_factory.mktemp("main_job")
+    return folder, run(folder)
+
+
 @pytest.mark.programs
 @pytest.mark.timeout(200)
-def test_the_main_job_trains_on_fresh_answers_validates_each_epoch_and_reports(tmp_path):
-    printed = summary(run(tmp_path))
+def test_the_main_job_trains_on_fresh_answers_validates_each_epoch_and_reports(main_job):
+    tmp_path, printed = main_job[0], summary(main_job[1])
     assert printed["optimizer steps"] == "6"
     assert printed["answers trained on"] == str(6 * 64)
     assert printed["picture"] == str(tmp_path / "grpo" / "reward.png")
@@ -62,8 +67,8 @@ def test_the_main_job_trains_on_fresh_answers_validates_each_epoch_and_reports(t
 
 @pytest.mark.programs
 @pytest.mark.timeout(300)
-def test_the_gate_trains_no_group_of_equal_rewards_and_compare_draws_both_runs(tmp_path):
-    run(tmp_path)
+def test_the_gate_trains_no_group_of_equal_rewards_and_compare_draws_both_runs(main_job):
+    tmp_path, _ = main_job
     run(tmp_path, "grpo_dapo.yaml")
     assert len(metric(tmp_path, "train/reward", "grpo_dapo")) == 6
     curves = {name: compare.read(tmp_path, name) for name in compare.RUNS}

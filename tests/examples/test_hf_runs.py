@@ -5,30 +5,25 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.own_processes import SLOW, own_processes
+from tests.warm_python import run_python
 
 pytest.importorskip("transformers", reason="needs pip install -e '.[hf]'")
 pytest.importorskip("peft", reason="needs pip install -e '.[hf]'")
 
 from examples.hf.models import TINY, load_model, load_tokenizer
 
-ROOT = Path(__file__).parents[2]
-
 
 def run(program: str, **options: object) -> str:
     """Run it and return its output."""
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    done = subprocess.run(
-        [sys.executable, "-m", f"examples.hf.{program}", *words],
-        cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=110 * SLOW,
-    )  # fmt: skip
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = run_python("-m", f"examples.hf.{program}", *words, env=environment, timeout=110 * SLOW)
     assert done.returncode == 0, done.stdout + done.stderr
     assert own_processes() == []
     return done.stdout

@@ -4,29 +4,22 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.own_processes import SLOW, own_processes
+from tests.warm_python import run_python
 
 pytest.importorskip("gymnasium", reason="needs pip install -e '.[examples]'")
 
 from examples.ppo_cartpole import DISCOUNT, TRACE, Agent, Games, advantages
 
-ROOT = Path(__file__).parents[2]
-
 
 def run(**options: int) -> str:
     """Run it and return its output."""
     words = [f"--{name}={value}" for name, value in options.items()]
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.ppo_cartpole", *words],
-        cwd=ROOT, capture_output=True, text=True, timeout=290 * SLOW,
-    )  # fmt: skip
+    done = run_python("-m", "examples.ppo_cartpole", *words, timeout=290 * SLOW)
     assert done.returncode == 0, done.stdout + done.stderr
     assert own_processes() == []
     return done.stdout

@@ -5,28 +5,22 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from tests.own_processes import SLOW, own_processes
+from tests.warm_python import run_python
 
 pytest.importorskip("trl", reason="needs pip install -e '.[hf]' with Python 3.11 or newer")
-
-ROOT = Path(__file__).parents[2]
 
 
 def run(**options: int) -> str:
     """Run it and return its output."""
     words = [f"--{name}={value}" for name, value in options.items()]
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.trl_async", *words],
-        cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=580 * SLOW,
-    )  # fmt: skip
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = run_python("-m", "examples.trl_async", *words, env=environment, timeout=580 * SLOW)
     assert done.returncode == 0, done.stdout + done.stderr
     assert own_processes() == []
     return done.stdout

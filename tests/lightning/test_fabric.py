@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import transfer_queue as tq
 from lightning_tq import FabricLoader, Producer, ProducerError
 from tests.lightning.conftest import ROOT, stream
 from tests.own_processes import SLOW
+from tests.warm_python import run_python
 from transfer_queue.errors import InvalidRequestError
 
 pytestmark = pytest.mark.timeout(150)
@@ -189,10 +188,8 @@ def test_invalid_templates_acks_and_states_are_refused(fabric: Fabric) -> None:
 
 @pytest.mark.programs
 def test_the_example_learns_on_two_ranks(tmp_path: Path) -> None:
-    done: Any = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "fabric.py"), "2"], cwd=tmp_path, capture_output=True,
-        text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = run_python(ROOT / "examples" / "fabric.py", "2", cwd=tmp_path, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     losses = [float(value) for value in re.findall(r"^epoch \d: loss (\S+)$", done.stdout, re.MULTILINE)]
     assert len(losses) == 3
@@ -225,9 +222,7 @@ for data, _ in FabricLoader(fabric, train, producers=[Producer(target=produce)])
 def test_ranks_that_a_producer_starts_with_the_main_program_are_an_error(tmp_path: Path, launcher: list[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text(_WITHOUT_GUARD)
-    done = subprocess.run(
-        [sys.executable, *launcher, str(script)], cwd=tmp_path, capture_output=True,
-        text=True, timeout=120 * SLOW, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = run_python(*launcher, script, cwd=tmp_path, env=environment, timeout=120 * SLOW)
     assert done.returncode == 1, done.stderr
     assert "to find '__main__:produce', and failed there. Put what trains below 'if __name__" in done.stderr

@@ -26,6 +26,7 @@ import transfer_queue as tq
 from lightning_tq import Producer, ProducerError, ProducerGroup, TQDataModule
 from tests.lightning.conftest import HERE, ROOT, stream
 from tests.own_processes import SLOW, own_processes
+from tests.warm_python import run_python
 from transfer_queue import BatchTimeoutError, ProducersGoneError
 from transfer_queue.errors import InvalidRequestError, NotInitializedError, SamplerError
 
@@ -153,8 +154,7 @@ def main():
 def test_a_program_that_trains_when_a_producer_imports_it_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(f"{_WITHOUT_GUARD}\nmain()\n")
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env, timeout=120 * SLOW)
+    done = run_python(script, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120 * SLOW)
     assert done.returncode == 1, done.stderr
     assert done.stderr.count("Traceback") == 1, done.stderr
     assert done.stderr.count("ProducerError: producer") == 1, done.stderr

@@ -25,6 +25,7 @@ from lightning_tq import TQDataModule
 from lightning_tq.queue_report import QueueSnapshot, make_report, tables, take_snapshot
 from tests.console import lightning_tq
 from tests.lightning.conftest import ROOT, stream
+from tests.warm_python import started
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -177,13 +178,6 @@ def test_silent_units_are_named_below_the_controllers_tables() -> None:
 # ---- the command ----
 
 
-def status(*args: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "lightning_tq", "status", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-
-
 @pytest.fixture
 def queue(data: Callable[..., TQDataModule]) -> TQDataModule:
     """Ten samples in it."""
@@ -236,32 +230,28 @@ def test_status_changes_nothing_and_leaves_no_client_behind(queue: TQDataModule)
 
 def test_watching_in_a_terminal_draws_the_tables_again_and_again_until_ctrl_c(queue: TQDataModule) -> None:
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lightning_tq", "status", "--watch", "--every", "0.05", queue.address], stdout=theirs,
-        stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "300"},  # longer than any address
-    )  # fmt: skip
-    os.close(theirs)
-    drawn = b""
-    while drawn.count(b"10 samples in 1 partition") < 3:
-        drawn += os.read(ours, 4096)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    words = "-m", "lightning_tq", "status", "--watch", "--every", "0.05", queue.address
+    environment = {**os.environ, "COLUMNS": "300"}  # longer than any address
+    with open(theirs, "w") as terminal, started(*words, env=environment, out=terminal) as (program, _, err):
+        drawn = b""
+        while drawn.count(b"10 samples in 1 partition") < 3:
+            drawn += os.read(ours, 4096)
+        program.send_signal(signal.SIGINT)
+        assert (program.wait(30), err.read()) == (0, "")
     os.close(ours)
-    assert (process.returncode, err) == (0, "")
 
 
 def test_watching_a_queue_that_ends_says_so(queue: TQDataModule) -> None:
-    process = status("--watch", queue.address, "--every", "0.05", "--json")
-    assert process.stdout is not None
-    reports = [json.loads(process.stdout.readline()) for _ in range(3)]
-    assert [each["partitions"]["train"]["samples"] for each in reports] == [10, 10, 10]
     address = queue.address
-    queue.close()
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert err.startswith("error: ")
-    assert address in err
+    words = "-m", "lightning_tq", "status", "--watch", address, "--every", "0.05", "--json"
+    with started(*words) as (program, out, err):
+        reports = [json.loads(out.readline()) for _ in range(3)]
+        assert [each["partitions"]["train"]["samples"] for each in reports] == [10, 10, 10]
+        queue.close()
+        assert program.wait(60) == 2
+        said = err.read()
+    assert said.startswith("error: ")
+    assert address in said
 
 
 @pytest.mark.parametrize(

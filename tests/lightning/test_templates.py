@@ -6,8 +6,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,15 +14,12 @@ from lightning_tq.cli.new_command import KINDS
 from tests.console import lightning_tq
 from tests.lightning.conftest import ROOT
 from tests.own_processes import SLOW, own_processes
+from tests.warm_python import run_python, started
 
 TEMPLATES = ROOT / "lightning_tq" / "templates"
 MOST_LINES = 120
 IMPROVES = {"grpo": "accuracy", "sft": "loss", "stream": "loss"}
 _STEP = re.compile(r"^step (\d+): \D*([\d.]+)", re.M)
-
-
-def command(*words: str | Path) -> list[str]:
-    return [sys.executable, "-m", "lightning_tq", *map(str, words)]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -33,7 +28,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def train(*words: str | Path, **more: str) -> str:
-    done = subprocess.run(command(*words), env=environment(**more), capture_output=True, text=True, check=False)
+    done = run_python("-m", "lightning_tq", *words, env=environment(**more), timeout=600 * SLOW)
     assert done.returncode == 0, done.stdout + done.stderr
     assert own_processes() == []
     return done.stdout
@@ -77,17 +72,15 @@ def test_a_template_learns_and_goes_on_after_a_kill_from_its_last_checkpoint(kin
     folder = tmp_path / "a run"  # a name that a shell would split
     train("new", kind, folder)
     words = ("fit", "--config", folder / "run.yaml", "--trainer.enable_progress_bar=false")
-    first = subprocess.Popen(command(*words), env=environment(), stdout=subprocess.PIPE, text=True)
-    assert first.stdout is not None
     before = ""
-    while len(steps(before)) < 4:  # two epochs are saved: a checkpoint follows its line
-        line = first.stdout.readline()
-        assert line, before
-        before += line
-    first.send_signal(signal.SIGKILL)
-    before += first.stdout.read()
-    first.stdout.close()
-    assert first.wait() == -signal.SIGKILL
+    with started("-m", "lightning_tq", *words, env=environment()) as (first, out, _):
+        while len(steps(before)) < 4:  # two epochs are saved: a checkpoint follows its line
+            line = out.readline()
+            assert line, before
+            before += line
+        first.send_signal(signal.SIGKILL)
+        before += out.read()
+        assert first.wait() == -signal.SIGKILL
     after = steps(train(*words, "--ckpt_path", "last"))
     (start, at_first), (trained, _) = steps(before)[0], steps(before)[-1]
     per_epoch = steps(before)[1][0]

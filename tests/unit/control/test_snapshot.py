@@ -325,7 +325,7 @@ def test_a_state_that_contradicts_itself_is_refused_and_nothing_changes(plane, m
 
 def test_bytes_that_are_no_state_are_refused(plane):
     for bad in (b"", b"\x00", b"\xff" * 40, msgspec.msgpack.encode({"format": "1"})):
-        refused(ask(plane, SAVER, p.Restore, bad), "CheckpointError", "can't be read")
+        refused(ask(plane, SAVER, p.Restore, bad), "CheckpointError", "none of ours, or damaged")
 
 
 # ---- damaged ----
