@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -145,14 +145,14 @@ def test_readers_never_see_a_sample_without_the_fields_they_asked_for(client, na
 
 
 FIRST_CALLS = """
-import json, sys, threading; from transfer_queue.utils.zmq_utils import ZMQServerInfo
-import transfer_queue as tq
+import pickle, sys, threading
+from transfer_queue import TransferQueueClient
 
-controller = ZMQServerInfo.from_dict(json.loads(sys.argv[1]))
+controller = pickle.loads(bytes.fromhex(sys.argv[1]))
 together, done = threading.Barrier(8), []
 
 def first_call(number):
-    client = tq.TransferQueueClient(f"first-{number}", controller)
+    client = TransferQueueClient(f"first-{number}", controller)
     together.wait()
     done.append(client.get_partition_list())
     client.close()
@@ -168,7 +168,6 @@ print(len(done))
 
 
 def test_the_first_calls_of_a_process_may_be_those_of_many_threads(queue, script):
-    controller = json.dumps(queue.controller.zmq_info.to_dict())
-    process = script(FIRST_CALLS, controller)
+    process = script(FIRST_CALLS, pickle.dumps(queue.controller.zmq_info).hex())
     said, errors = process.communicate(timeout=3 * WAIT_S * SLOW)
     assert (process.returncode, said) == (0, "8\n"), errors
