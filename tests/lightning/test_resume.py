@@ -35,7 +35,7 @@ class Save(Callback):
 
 
 @pytest.mark.parametrize("options", [{}, {"num_batches": 6}, {"num_workers": 2}], ids=["unknown", "known", "workers"])
-@pytest.mark.parametrize("step", [1, 3, 8])
+@pytest.mark.parametrize("step", [3, 8])
 def test_a_resumed_fit_trains_the_rest_and_nothing_twice(
     data: Make, trainer: MakeTrainer, tmp_path: Path, step: int, options: dict[str, Any]
 ) -> None:
@@ -147,8 +147,21 @@ class Steps(Recorder):
 LIMITS: dict[str, dict[str, Any]] = {"epochs": {}, "steps": {"max_steps": 12}, "validation": {"val_check_interval": 4}}
 
 
-@pytest.mark.parametrize("options", [{}, {"num_batches": 10}, {"num_workers": 2}], ids=["unknown", "known", "workers"])
-@pytest.mark.parametrize("limits", LIMITS)
+WORKERS = {"num_workers": 2}
+
+
+@pytest.mark.parametrize(
+    ("limits", "options"),
+    [
+        *(pytest.param(limits, {}, id=f"{limits}-unknown") for limits in LIMITS),
+        *(pytest.param(limits, {"num_batches": 10}, id=f"{limits}-known") for limits in LIMITS),
+        pytest.param("validation", WORKERS, id="validation-workers"),
+        *(
+            pytest.param(limits, WORKERS, id=f"{limits}-workers", marks=pytest.mark.slow)
+            for limits in ("epochs", "steps")
+        ),
+    ],
+)
 def test_a_fit_resumes_from_any_checkpoint_as_if_it_had_not_stopped(
     data: Make, trainer: MakeTrainer, tmp_path: Path, limits: str, options: dict[str, Any]
 ) -> None:

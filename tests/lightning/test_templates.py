@@ -95,7 +95,7 @@ def test_a_template_learns_and_goes_on_after_a_kill_from_its_last_checkpoint(kin
 def test_the_demo_learns_and_ends_with_a_picture_and_a_verdict(tmp_path: Path) -> None:
     pytest.importorskip("aiohttp")
     pytest.importorskip("matplotlib")
-    printed = train("demo", "--seconds", "25", tmp_path / "demo")
+    printed = train("demo", "--seconds", "10", tmp_path / "demo")
     assert re.search(r"^Watch it live: http://127\.0\.0\.1:\d+/#token=\S+$", printed, re.M)
     assert (tmp_path / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert f"Picture: {tmp_path / 'demo' / 'demo.png'}\n" in printed
