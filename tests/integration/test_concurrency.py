@@ -168,6 +168,7 @@ print(len(done))
 
 
 def test_the_first_calls_of_a_process_may_be_those_of_many_threads(queue, script):
-    process = script(FIRST_CALLS, pickle.dumps(queue.controller.zmq_info).hex())
-    said, errors = process.communicate(timeout=3 * WAIT_S * SLOW)
-    assert (process.returncode, said) == (0, "8\n"), errors
+    controller = pickle.dumps(queue.controller.zmq_info).hex()
+    for process in [script(FIRST_CALLS, controller) for _ in range(3)]:  # one process crashed in half of the tries
+        said, errors = process.communicate(timeout=3 * WAIT_S * SLOW)
+        assert (process.returncode, said) == (0, "8\n"), errors
