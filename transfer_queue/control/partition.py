@@ -145,11 +145,9 @@ class Partition:
         self._count_put(slice(self.table.size - count, self.table.size), count)
         if members is not None and self.groups is not None:
             self.groups.mark(members, rows, specs)
-        if tags:
-            self.set_tags(tags, merge=True)
+        self.set_tags(tags, merge=True)
         self._count_live(count)
-        if self.num_samples is not None:
-            self.seal_if_complete()
+        self.seal_if_complete()
         self._written(rows, specs, now)
 
     def make_free(self, count: int) -> None:

@@ -162,11 +162,9 @@ class Schema:
         """
         news = {}
         for name, spec in specs.items():
-            if name not in self._fields:
-                self.expect(name)
-            has = self._table.column(f"has:{name}")
-            fresh = rows[~has[rows]]
-            news[name] = fresh if len(fresh) < 2 else ascending(fresh)
+            self.expect(name)
+            has = self._table.column(_has(name))
+            news[name] = ascending(rows[~has[rows]])
             self.counts[name] += len(news[name])
             has[rows] = True
             if spec.units is not None or name in self._placed:

@@ -179,13 +179,13 @@ def add(
         check_tags(tags.values())
     dtypes = partition.schema.dtypes_with(request.fields)
     partition.add(indexes, request.fields, tags, state.calls.now, members)
-    _appeared(state, call, partition, members, indexes)
-    state.producers.published(call, request.fields)
     if members is None:
         held = NewSamples(state, partition, indexes)
     elif not members.closes:  # which can't be undone
         held = group_work.NewRows(state, partition, members, indexes)
-    state.calls.hold(call, held)
+    state.calls.hold(call, held)  # first, so that an error in what follows undoes it
+    _appeared(state, call, partition, members, indexes)
+    state.producers.published(call, request.fields)
     return p.Reserved(request.id, p.pack_indexes(indexes), dtypes)
 
 
@@ -210,7 +210,7 @@ def check(state: PlaneState, request: Writer) -> int:
         _check_groups(state, request, request.role, partition)
     if partition is None:
         return count
-    if partition.sealed and count and not (isinstance(request, p.Reserve) and request.role is not None):
+    if count and not (isinstance(request, p.Reserve) and request.role is not None):
         partition.check_open(count)
     if not isinstance(request, p.Insert):
         num_rows = len(request.keys) if isinstance(request, p.ResolveKeys) else count

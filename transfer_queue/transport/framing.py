@@ -132,7 +132,7 @@ class Outbound(_Buffers):
         Raises:
             OSError: the other side has closed.
         """
-        if self._state[0] and self:
+        if self:
             self._state = ([*self.left(), *parts], [])
             self.num_messages += 1
             return False

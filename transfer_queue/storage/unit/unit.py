@@ -487,13 +487,11 @@ class StorageUnit:
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether so much fits now, and nothing waits that must come first."""
-        fits = self._capacity is None or nbytes <= self._capacity - self._taken_nbytes
-        return fits and not (self.calls.waits.count and self.calls.waits.has(_MEMORY))
+        return nbytes <= self._free() and not (self.calls.waits.count and self.calls.waits.has(_MEMORY))
 
     @property
     def _taken_nbytes(self) -> int:
-        blocks = self._blocks
-        return blocks.held_nbytes - blocks.spilled_nbytes + self._leased_nbytes + self._uncommitted_nbytes
+        return self._blocks.memory_nbytes + self._leased_nbytes + self._uncommitted_nbytes
 
     def _free(self) -> int:
         return 2**62 if self._capacity is None else self._capacity - self._taken_nbytes
