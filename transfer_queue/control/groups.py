@@ -61,7 +61,7 @@ class Queue(Protocol):
 
 
 class Groups:
-    """The groups of one partition. Whoever changes a group's record calls ``update``, which changes its state."""
+    """The groups of one partition. A change of a group's record is followed by ``update``, which changes its state."""
 
     def __init__(self, partition: Samples) -> None:
         self.partition = partition
@@ -89,7 +89,7 @@ class Groups:
         self.overtaking: dict[str, list[int]] = {}
         """By task, places of drawn groups that may lie behind undrawn ones in the order of first leases, ascending."""
         self.queues: WeakSet[Queue] = WeakSet()
-        """Of tasks: they are told which groups may be drawn."""
+        """Of tasks: they learn which groups may be drawn."""
         self._unwritten: dict[int, Group] = {}
         """Those whose tags don't say yet what has become of them."""
         partition.tags.late = self.write_tags

@@ -103,10 +103,10 @@ class Front:
         try:
             message = _decode(header)
         except TransferQueueError as error:
-            self._told(envelope.client, *_told_by(header))
+            self._note_received(envelope.client, *_received_by(header))
             return [Outgoing(envelope, p.encode(p.Failed(0, *to_wire(error))))]
         if message.received or message.read:
-            self._told(envelope.client, message.received, message.read)
+            self._note_received(envelope.client, message.received, message.read)
         if self.unit is not None:
             self.unit.tick(now)
         call = Call(envelope.client, message.request, now, frames, envelope if envelope.number else None)
@@ -134,7 +134,7 @@ class Front:
         self._end_session(client, died)
         return self._outgoing(self.calls.work())
 
-    def _told(self, client: str, received: list[int], read: list[int]) -> None:
+    def _note_received(self, client: str, received: list[int], read: list[int]) -> None:
         """The client has the answers of these calls, which can't be undone any more, and has read these batches."""
         self.calls.received(client, received)
         if self.plane is not None and read:
@@ -424,7 +424,7 @@ def _by_index(tags: dict[int, p.Tags], indexes: p.Indexes) -> dict[int, p.Tags]:
     return {int(indexes[row]): own for row, own in tags.items()}
 
 
-def _told_by(header: bytes) -> tuple[list[int], list[int]]:
+def _received_by(header: bytes) -> tuple[list[int], list[int]]:
     """What a message with a request that can't be decoded says of earlier calls: those received, and those read."""
     try:
         received, _, *rest = msgspec.msgpack.decode(header)
