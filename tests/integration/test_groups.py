@@ -189,6 +189,15 @@ def test_a_row_of_an_open_group_reaches_an_ordinary_task_that_waits(client, name
     assert asyncio.run(put_while_another_waits()).size == 1
 
 
+def test_the_heads_of_the_first_groups_are_not_given_to_a_task_that_reads_the_partition(client, name):
+    task = f"plain-{name}"
+    client.put({"number": torch.tensor([7])}, partition_id=name)
+    assert client.get_data(client.get_meta(["number"], 1, name, task_name=task))["number"].tolist() == [7]
+    client.add_groups(heads(3), name)
+    client.put({"number": torch.tensor([8])}, partition_id=name)
+    assert client.get_data(client.get_meta(["number"], 1, name, task_name=task))["number"].tolist() == [8]
+
+
 def test_keep_all_goes_on_with_the_rows_of_a_lost_lease(client, name):
     client.add_groups(heads(1), name)
     (first,) = client.lease(name)

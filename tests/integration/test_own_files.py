@@ -28,8 +28,10 @@ def test_no_module_has_the_name_of_a_package_of_transfer_queue() -> None:
 
 
 def importing(module: str, *path: Path, guarded: bool = False) -> subprocess.CompletedProcess[str]:
-    """``guarded``: as an editable installation is from the start of Python."""
-    guard = f"import runpy; runpy.run_path({str(ROOT / 'scripts' / 'editable' / 'guard.py')!r})" if guarded else ""
+    """``guarded``: as an editable installation is from the start of Python, also of the one that runs the tests."""
+    guard = "sys.meta_path = [each for each in sys.meta_path if each.__module__ != 'lightning_tq_guard']"
+    if guarded:
+        guard = f"import runpy; runpy.run_path({str(ROOT / 'scripts' / 'editable' / 'guard.py')!r})"
     program = f"import sys; sys.path[:0] = {[str(each) for each in path]}\n{guard}\nimport {module}"
     return subprocess.run(
         [sys.executable, "-c", program], cwd="/", capture_output=True, text=True, check=False, timeout=100 * SLOW

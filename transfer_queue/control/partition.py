@@ -200,7 +200,7 @@ class Partition:
         """These rows have these fields now."""
         self.last_published = now
         news = self.schema.record(rows, specs) if len(rows) else {}
-        if self.groups is not None:
+        if self.num_heads:  # its groups are made after their heads
             samples = rows[self.table.column("state")[rows] == RowState.LIVE]
             news = {name: own[self.table.column("state")[own] == RowState.LIVE] for name, own in news.items()}
         else:

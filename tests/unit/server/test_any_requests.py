@@ -251,6 +251,7 @@ def rest(front: Front, now: float) -> None:
     raise AssertionError("the server does not come to rest")
 
 
+@pytest.mark.timeout(600)  # a failure is printed once it has been made small, which takes five minutes at most
 @pytest.mark.parametrize("parts", ["plane and unit", "plane", "unit"])
 @settings(max_examples=50, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
 @given(st.data())
