@@ -176,9 +176,11 @@ class Group:
 
     @property
     def has_free_part(self) -> bool:
-        holders = self.holders  # mostly one lease has all parts, so that each needn't be looked at
-        all_held = len(holders) == self.terms.parts and all(own.is_held for own in set(holders.values()))
-        return not all_held and bool(self.free_parts())
+        closed = self.closed
+        for part, own in self.holders.items():
+            if not own.is_held and part not in closed:
+                return True
+        return len(self.holders) < self.terms.parts and bool(self.free_parts())
 
     def free_parts(self) -> list[int]:
         """Open parts that no lease has."""

@@ -68,6 +68,7 @@ class _Grants:
         self._state, self._call, self._request = state, call, request
         self._where = None if request.where is None else parse_filter(request.where)
         self._leases: list[HeldLease] = []
+        self._granted: list[p.GrantedLease] = []
         self._unused: list[int] = []
         """Rows of earlier holders that it doesn't go on with. They go last, since other rows may then move."""
         self._heads: list[p.Batch] = []
@@ -98,7 +99,7 @@ class _Grants:
         if not self._leases:
             return None
         self._state.calls.hold(self._call, Unconfirmed(self._state, self._leases))
-        return p.LeasedGroups(self._request.id, [self._described(each) for each in self._leases], self._heads)
+        return p.LeasedGroups(self._request.id, self._granted, self._heads)
 
     def _describe_heads(self, partition: Partition, indexes: p.Indexes) -> None:
         rows = partition.rows_of(indexes)
@@ -118,13 +119,17 @@ class _Grants:
                 self._grant(partition, groups, group)
 
     def _take_fresh(self, partition: Partition, groups: Groups, among: ReadySet | None) -> None:
-        leases = self._state.leases
-        rows, version = [], leases.version_of(partition.name)
-        for row, terms in self._first_fresh(groups, among):
-            if not self._num_missing or not leases.room(terms):  # others of them took it
+        leases, version = self._state.leases, self._state.leases.version_of(partition.name)
+        rows, index = [], partition.table.column("index")
+        fresh = self._first_fresh(groups, among)
+        share_slots = len({terms for _, terms in fresh}) > 1
+        for row, terms in fresh:
+            if not self._num_missing:
+                break
+            if share_slots and not leases.room(terms):  # others of them took it
                 continue
             rows.append(row)
-            group = Group(partition.table.column("index").item(row), terms, leases.next_token, version)
+            group = Group(index.item(row), terms, leases.next_token, version)
             groups.enter(group)
             leases.charge(group)
             group_work.watch_deadline(self._state, partition, group)
@@ -139,10 +144,11 @@ class _Grants:
         """
         found: list[tuple[int, p.Terms]] = []
         for terms, fresh in groups.fresh.items():
-            if fresh.count and self._state.leases.room(terms):
-                rows = fresh.first(self._num_missing).tolist() if among is None else [
+            if fresh.count and (room := self._state.leases.room(terms)):
+                most = min(self._num_missing, room)
+                rows = fresh.first(most).tolist() if among is None else [
                     row for block in among.blocks() for row in block[fresh.contains(block)].tolist()
-                ][: self._num_missing]  # fmt: skip
+                ][:most]  # fmt: skip
                 found += [(row, terms) for row in rows]
         return sorted(found, key=itemgetter(0))
 
@@ -152,19 +158,21 @@ class _Grants:
             group.closed.clear()
             self._unused += group.all_members()
         free = group.free_parts()
+        key = partition.keys.key_of(group.index) or ""
         for parts in [[part] for part in free[: self._num_missing]] if request.by_part else [free]:
-            self._leases.append(leases.grant(self._call, partition.name, group, parts, request.lease_s))
-            if request.keep != "all":
+            lease = leases.grant(self._call, partition.name, group, parts, request.lease_s)
+            self._leases.append(lease)
+            members: dict[int, bytes] = {}
+            if group.members and request.keep == "all":
+                members = {part: p.pack_indexes(np.array(own)) for part in parts if (own := group.members.get(part))}
+            elif group.members:
                 self._unused += group.members_of(parts)
+            self._granted.append(
+                p.GrantedLease(
+                    lease.token, partition.name, group.index, key, group.attempt, group.version, parts, members
+                )
+            )
         groups.update(group)
-
-    def _described(self, made: HeldLease) -> p.GrantedLease:
-        group, parts = made.group, made.parts()
-        members = {part: p.pack_indexes(np.array(own)) for part in parts if (own := group.members.get(part))}
-        key = self._state.partitions[made.partition].keys.key_of(group.index) or ""
-        return p.GrantedLease(
-            made.token, made.partition, group.index, key, group.attempt, group.version, parts, members
-        )
 
 
 def matching(state: PlaneState, names: list[str]) -> Iterator[Partition]:
