@@ -199,6 +199,11 @@ def test_a_lazy_stack_of_different_shapes_is_taken_row_by_row(client, partition)
     assert (lists(back["t"]), list(back["s"])) == ([[0, 1], [0, 1, 2]], ["2", "3"])
 
 
+def test_a_list_of_tensors_is_of_their_dtype(column):
+    column.put([torch.tensor([1, 2]), torch.tensor([3])], 2).put(jagged([5], [6, 7]), 2)
+    assert lists(column.read()) == [[1, 2], [3], [5], [6, 7]]
+
+
 def test_parts_of_different_kind_meet_in_one_column(column):
     column.put(torch.tensor([[1, 2], [3, 4]]), 2).put(jagged([5], [6, 7, 8]), 2).put(torch.tensor([[9, 10, 11]]), 1)
     assert lists(column.read([1, 2, 3, 4, 0])) == [[3, 4], [5], [6, 7, 8], [9, 10, 11], [1, 2]]

@@ -148,7 +148,7 @@ class Partition:
         self.set_tags(tags, merge=True)
         self._count_live(count)
         self.seal_if_complete()
-        self._written(rows, specs, now)
+        self._written(rows, specs, now, are_new=True)
 
     def make_free(self, count: int) -> None:
         """Pre-allocate samples for the next inserts."""
@@ -196,10 +196,10 @@ class Partition:
         self._written(rows, specs, now)
         return rows
 
-    def _written(self, rows: Rows, specs: Mapping[str, FieldSpec], now: float) -> None:
+    def _written(self, rows: Rows, specs: Mapping[str, FieldSpec], now: float, are_new: bool = False) -> None:
         """These rows have these fields now."""
         self.last_published = now
-        news = self.schema.record(rows, specs) if len(rows) else {}
+        news = self.schema.record(rows, specs, are_new) if len(rows) else {}
         if self.num_heads:  # its groups are made after their heads
             samples = rows[self.table.column("state")[rows] == RowState.LIVE]
             news = {name: own[self.table.column("state")[own] == RowState.LIVE] for name, own in news.items()}

@@ -156,15 +156,15 @@ class Schema:
                     f"field {name!r} of partition {partition!r} has {_MOST_DTYPES} dtypes already."
                 )
 
-    def record(self, rows: Rows, specs: Mapping[str, FieldSpec]) -> dict[str, Rows]:
+    def record(self, rows: Rows, specs: Mapping[str, FieldSpec], are_new: bool = False) -> dict[str, Rows]:
         """Record that the rows have these fields now. Returns, by field, the rows that did not, each once. Call
-        ``check`` first.
+        ``check`` first. ``are_new``: the rows are different ones without any field.
         """
         news = {}
         for name, spec in specs.items():
             self.expect(name)
             has = self._table.column(_has(name))
-            news[name] = ascending(rows[~has[rows]])
+            news[name] = rows if are_new else ascending(rows[~has[rows]])
             self.counts[name] += len(news[name])
             has[rows] = True
             if spec.units is not None or name in self._placed:

@@ -91,13 +91,24 @@ _OBJECTS: Entry = {"dtype": None, "shape": None, "is_nested": False, "is_non_ten
 def _describe(column: Any) -> Entry:
     import torch
 
-    if isinstance(column, list) and all(isinstance(value, torch.Tensor) for value in column):
-        return _describe_rows(column)
     if not isinstance(column, torch.Tensor):
-        return dict(_OBJECTS)
+        rows = _tensors_of(column)
+        return dict(_OBJECTS) if rows is None else _describe_rows(rows)
     if column.is_nested:
         return _nested(column.dtype, _nested_shapes(column))
     return _dense(column.dtype, tuple(column.shape[1:]))
+
+
+def _tensors_of(column: Any) -> list[torch.Tensor] | None:
+    """The rows of a list, or of a stack of objects, if all of them are tensors."""
+    import torch
+    from tensordict import NonTensorStack
+
+    if isinstance(column, NonTensorStack) and isinstance(getattr(column.tensordicts[0], "data", None), torch.Tensor):
+        column = column.tolist()
+    if isinstance(column, list) and all(isinstance(value, torch.Tensor) for value in column):
+        return column
+    return None
 
 
 def _describe_rows(rows: list[torch.Tensor]) -> Entry:
