@@ -18,6 +18,7 @@ from lightning_tq.stream import StageStream
 from lightning_tq.topology import Topology
 from transfer_queue import (
     EndOfPartitionError,
+    ProducersGoneError,
     StreamingDataLoader,
     StreamingDataset,
     TransferQueueClient,
@@ -214,6 +215,9 @@ class StreamReader:
         started = self.waiting_since = time.perf_counter()
         try:
             return self._delivered()
+        except ProducersGoneError:
+            self._run.watchdog.look()  # what ended a producer of this run says more
+            raise
         except StopIteration:
             self._run.watchdog.check()  # a stopped stream also ends
             self.close_iterator()

@@ -74,6 +74,12 @@ class RankWatchdog:
         if self._error is not None:
             raise self._error from self._error.__cause__  # not the end of a stream, where this is often called
 
+    def look(self) -> None:
+        """Raise what a check finds now. The queue may know of a process' end before the thread has looked."""
+        for check in self._checks:
+            if (error := check()) is not None:
+                raise error
+
     def stop(self) -> None:
         """End the thread and every stream. Idempotent."""
         self.stopped.set()
