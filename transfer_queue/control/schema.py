@@ -244,9 +244,11 @@ class Schema:
     def load(self, fields: Iterable[SavedField], start: int) -> None:
         """Load what was saved, or the next slice of it: the rows from ``start`` on."""
         count = self._table.size - start
+        published = PUBLISHED[self._table.column("state")[start:]]
         for saved in fields:
             self.expect(saved.name)
-            self._table.column(_has(saved.name))[start:] = has = np.frombuffer(saved.has, dtype=np.bool_)
+            has = np.frombuffer(saved.has, dtype=np.bool_) & published  # only in a damaged file has another row values
+            self._table.column(_has(saved.name))[start:] = has
             self.counts[saved.name] += int(np.count_nonzero(has))
             if saved.declared is not None:
                 self._declared[saved.name] = saved.declared
