@@ -228,14 +228,18 @@ def test_values_of_another_backend_can_not_be_served(serve, tmp_path):
     assert "backend 'RayStore' don't lie in servers" in refused(serve("--config", str(tmp_path / "queue.yaml")))
 
 
-def test_a_second_server_in_one_directory_is_refused_and_a_dead_one_s_socket_is_replaced(serve, tmp_path):
+def test_a_second_server_in_one_directory_is_refused_and_a_dead_one_s_sockets_are_replaced(serve, tmp_path):
     directory = ("--directory", str(tmp_path / "d"))
     first = serve(*directory)
     addresses(first)
     assert "a server answers" in refused(serve(*directory))
     first.kill()
     first.wait()
-    addresses(serve(*directory))
+    (address,) = addresses(serve(*directory))
+    client = join(address)
+    client.put({"x": torch.zeros(1, 2**18)}, partition_id="p")
+    (unit,) = client.get_storage_stats()
+    assert unit["arena_nbytes"] > 0, "its memory is shared again"
 
 
 def test_without_encryption_anybody_may_join_and_the_server_warns(serve):
