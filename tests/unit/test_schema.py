@@ -85,9 +85,14 @@ def test_objects_have_neither_dtype_nor_shape():
         batch_size=2,
     )
     data["one_for_all"] = NonTensorData("same", batch_size=[2])
-    data["tensors"] = NonTensorStack(NonTensorData(torch.zeros(2)), NonTensorData(torch.zeros(3)))
-    names = ["text", "stack", "array", "one_for_all", "tensors"]
+    data["dtypes"] = NonTensorStack(NonTensorData(torch.zeros(2)), NonTensorData(torch.zeros(3, dtype=torch.int64)))
+    names = ["text", "stack", "array", "one_for_all", "dtypes"]
     assert extract_field_schema(data) == dict.fromkeys(names, OBJECTS)
+
+
+def test_a_stack_of_tensors_of_one_dtype_is_nested():
+    data = TensorDict({"x": NonTensorStack(NonTensorData(torch.zeros(2)), NonTensorData(torch.zeros(3)))}, batch_size=2)
+    assert extract_field_schema(data) == {"x": nested(torch.float32, (2,), (3,))}
 
 
 def test_rows_of_a_lazy_stack_may_differ_in_shape():
