@@ -254,20 +254,18 @@ def _connect(new: socket.socket, path: str, client: str) -> None:
 
 
 def _bind(new: socket.socket, path: str) -> None:
-    if _is_stale(path):
-        os.unlink(path)
+    remove_stale(path)
     new.bind(path)
     new.listen(_BACKLOG)
 
 
-def _is_stale(path: str) -> bool:
-    """Return whether this is the socket of a server that was killed."""
+def remove_stale(path: str) -> None:
+    """Remove the socket of a server that was killed, of whatever type. One that is served stays."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            return False
-        probe.setblocking(False)
-        return probe.connect_ex(path) == errno.ECONNREFUSED
-    return False
+        if stat.S_ISSOCK(os.lstat(path).st_mode):
+            probe.setblocking(False)
+            if probe.connect_ex(path) == errno.ECONNREFUSED:
+                os.unlink(path)
 
 
 def _kept(new: socket.socket) -> socket.socket:

@@ -7,13 +7,13 @@ import contextlib
 import errno
 import os
 import socket
-import stat
 from collections.abc import Callable, Sequence
 
 from transfer_queue.storage.messages import arena_path
 from transfer_queue.storage.unit.arena import Arena
 from transfer_queue.storage.unit.spill import SpillFile
 from transfer_queue.transport.server import SocketServer
+from transfer_queue.transport.unix import remove_stale
 from transfer_queue.utils.logging_utils import get_logger
 
 _BACKLOG = 512
@@ -26,17 +26,12 @@ class Lender:
     """The serving side, in the thread of the server that ``attend`` belongs to."""
 
     def __init__(self, path: str, attend: Attend, descriptors: Sequence[int]) -> None:
-        """``descriptors`` must stay open until ``close``. Raises OSError if the path can't be bound.
-
-        A socket there was left by a server that was killed: the caller has its address now.
-        """
+        """``descriptors`` must stay open until ``close``. Raises OSError if the path can't be bound."""
         self._path = path
         self._descriptors = descriptors
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            with contextlib.suppress(FileNotFoundError):
-                if stat.S_ISSOCK(os.lstat(path).st_mode):
-                    os.unlink(path)
+            remove_stale(path)
             self._door.bind(path)
             self._door.listen(_BACKLOG)
             self._door.setblocking(False)
