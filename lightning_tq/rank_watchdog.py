@@ -46,15 +46,18 @@ class RankWatchdog:
 
     def _run(self) -> None:
         while not self._end.wait(_CHECK_EVERY_S):
-            for check in self._checks:
-                error = check()
-                if error is not None:
-                    self._error = error
-                    self.stopped.set()
-                    self._exit_if_stuck(error)
-                    return
+            error = self._found()
+            if error is not None:
+                self._error = error
+                self.stopped.set()
+                self._exit_if_stuck(error)
+                return
             for hint in self._hints:
                 hint()
+
+    def _found(self) -> BaseException | None:
+        """What the first check that finds something returns."""
+        return next((error for check in self._checks if (error := check()) is not None), None)
 
     def _exit_if_stuck(self, error: BaseException) -> None:
         """A main thread inside a collective with a dead rank may never call ``check()``. Then end the process.
@@ -76,9 +79,9 @@ class RankWatchdog:
 
     def look(self) -> None:
         """Raise what a check finds now. The queue may know of a process' end before the thread has looked."""
-        for check in self._checks:
-            if (error := check()) is not None:
-                raise error
+        error = self._found()
+        if error is not None:
+            raise error
 
     def stop(self) -> None:
         """End the thread and every stream. Idempotent."""

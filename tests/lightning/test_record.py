@@ -130,6 +130,14 @@ def client_of(data: Callable[..., TQDataModule]) -> tq.TransferQueueClient:
     return data(train=stream()).client
 
 
+def learning(data: Callable[..., TQDataModule], samples: int) -> tq.TransferQueueClient:
+    """The client of a queue with so many samples, and a task that a recorder may follow."""
+    client = client_of(data)
+    client.register_task("learn", dp_size=1)
+    fill(client, "train", samples)
+    return client
+
+
 def take(client: tq.TransferQueueClient, number: int, rank: int = 0) -> Any:
     of = {"dp_rank": rank, "batch_index": number}
     return client.get_meta(["x", "text"], 2, "train", task_name="learn", sampling_config=of, timeout_s=30)
@@ -139,9 +147,7 @@ def take(client: tq.TransferQueueClient, number: int, rank: int = 0) -> Any:
 def test_what_a_killed_recorder_wrote_is_readable_and_the_next_one_goes_on_without_a_gap(
     tmp_path: Path, data: Callable[..., TQDataModule]
 ) -> None:
-    client, directory = client_of(data), tmp_path / "record"
-    client.register_task("learn", dp_size=1)
-    fill(client, "train", 8)
+    client, directory = learning(data, 8), tmp_path / "record"
     with recorder(tq.init()["address"], directory) as process:
         client.ack(take(client, 0), "learn")
         while client.get_stats()["partitions"]["train"]["tasks"][f"record:learn:{directory}"]["in_flight"]:
@@ -167,9 +173,7 @@ def test_what_a_killed_recorder_wrote_is_readable_and_the_next_one_goes_on_witho
 def test_what_is_cleared_before_it_was_recorded_is_said_and_counted(
     tmp_path: Path, data: Callable[..., TQDataModule]
 ) -> None:
-    client, directory = client_of(data), tmp_path / "record"
-    client.register_task("learn", dp_size=1)
-    fill(client, "train", 7)
+    client, directory = learning(data, 7), tmp_path / "record"
     own = f"record:learn:{directory}"
     client.register_task(own, follows="learn")  # as a recorder had that was killed
     client.clear_samples(take(client, 0))
