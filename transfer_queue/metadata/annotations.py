@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from transfer_queue.errors import InvalidRequestError
-from transfer_queue.metadata.meta_rows import check_length
+from transfer_queue.metadata.meta_rows import check_lengths
 
 Tags: TypeAlias = dict[str, Any]
 
@@ -41,7 +41,7 @@ class Annotations:
         """Merge these tags into the rows' tags, one mapping (or None) per row; None changes nothing."""
         if custom_meta is None:
             return
-        check_length("custom_meta", custom_meta, len(self.custom_meta))
+        check_lengths({"custom_meta": custom_meta}, len(self.custom_meta))
         self.custom_meta = [
             {**tags, **copy_tags(update)} if update else tags
             for tags, update in zip(self.custom_meta, custom_meta, strict=True)

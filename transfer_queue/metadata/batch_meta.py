@@ -30,7 +30,7 @@ from transfer_queue.metadata.kv_meta import KVBatchMeta
 from transfer_queue.metadata.meta_rows import (
     as_ints,
     check_in_range,
-    check_length,
+    check_lengths,
     check_permutation,
     consecutive,
     even_sizes,
@@ -111,13 +111,11 @@ class BatchMeta(Annotations):
         self.global_indexes = as_ints(global_indexes) if global_indexes is not None else []
         self.partition_ids = list(partition_ids) if partition_ids is not None else []
         size = len(self.global_indexes)
-        for name, rows in (
-            ("partition_ids", self.partition_ids), ("production_status", production_status),
-            ("custom_meta", custom_meta), ("_custom_backend_meta", _custom_backend_meta),
-            ("padding_mask", padding_mask),
-        ):  # fmt: skip
-            if rows is not None and len(rows) != size:
-                check_length(name, rows, size)
+        named = {
+            "partition_ids": self.partition_ids, "production_status": production_status, "custom_meta": custom_meta,
+            "_custom_backend_meta": _custom_backend_meta, "padding_mask": padding_mask,
+        }  # fmt: skip
+        check_lengths(named, size)
         status = np.zeros(size) if production_status is None else production_status
         self.production_status = np.array(status, dtype=np.int8)
         self.custom_meta = [{} for _ in range(size)] if custom_meta is None else list(map(dict, custom_meta))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from transfer_queue.errors import InvalidRequestError, SchemaConflictError, UnsupportedValueError
-from transfer_queue.metadata.meta_rows import check_length, pick
+from transfer_queue.metadata.meta_rows import check_lengths, pick
 
 if TYPE_CHECKING:
     import torch
@@ -151,8 +151,7 @@ def _normalized_entry(name: str, entry: Mapping[str, Any], num_rows: int) -> Ent
     copied = dict(entry)
     if copied.get("shape") is not None:
         copied["shape"] = tuple(copied["shape"])
-    for key in _PER_ROW:
-        check_length(f"{key} of field {name!r}", copied.get(key), num_rows)
+    check_lengths({f"{key} of field {name!r}": copied.get(key) for key in _PER_ROW}, num_rows)
     if copied.get("per_sample_shapes") is not None:
         shapes = copied["per_sample_shapes"]
         copied["per_sample_shapes"] = [shape if shape is None else tuple(shape) for shape in shapes]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -27,10 +27,13 @@ def pick(rows: Sequence[T], positions: slice | list[int]) -> list[T]:
     return [rows[position] for position in positions]
 
 
-def check_length(name: str, rows: Sized | None, size: int) -> None:
-    """Raise ValueError unless there is one entry per row; None passes."""
-    if rows is not None and len(rows) != size:
-        raise InvalidRequestError(f"{name} has {len(rows)} entries, the batch has {size} samples. Give one per sample.")
+def check_lengths(named: Mapping[str, Sized | None], size: int) -> None:
+    """Raise ValueError unless each of these has one entry per row; None passes."""
+    for name, rows in named.items():
+        if rows is not None and len(rows) != size:
+            raise InvalidRequestError(
+                f"{name} has {len(rows)} entries, the batch has {size} samples. Give one per sample."
+            )
 
 
 def check_in_range(positions: Sequence[int], size: int) -> None:

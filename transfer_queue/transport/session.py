@@ -148,8 +148,7 @@ class Session:
         Raises:
             QueueUnreachableError: no server answers at the address.
         """
-        if self._pid != os.getpid():
-            self.follow_fork()
+        self.follow_fork()
         if self._config is None:
             self._config = await self._greet()
         return self._config

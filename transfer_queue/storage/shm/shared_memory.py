@@ -74,7 +74,6 @@ class SharedMemoryManager(StorageManager):
                 "returned."
             )
         peers = [Peer(unit["name"], unit["address"]) for unit in config["units"]]
-        self._alone: bool | None = None
         self._units = UnitDirectory(self.session, peers, bool(config.get("arena", True)))
         self._allow_pickle = bool(config.get("allow_pickle", False))
         self._put_timeout_s = min(float(config.get("put_timeout_s", 60.0)), LONGEST_WAIT_S)
@@ -85,10 +84,10 @@ class SharedMemoryManager(StorageManager):
             self._own, self.front = self._units.own, self
 
     async def in_several_units(self) -> bool:
-        if self._alone is None:
-            self._alone = self.front is not None and (await self.session.config()).listen is None  # no unit can join
-        if self.front is None or self._alone:
-            return not self._alone
+        if self.front is None:
+            return True
+        if (await self.session.config()).listen is None:  # no unit can join
+            return False
         return len(await self._units.all(fresh=False)) > 1
 
     def prepare(self, data: TensorDict | FoundColumns) -> MemoryColumns:

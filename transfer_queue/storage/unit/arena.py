@@ -201,8 +201,7 @@ class Arena:
     def tick(self, now: float) -> None:
         """Set the time for ``trim``."""
         self._now = now
-        if self._ended:
-            self._collect()
+        self._collect()
 
     def trim(self, now: float) -> None:
         """Return as much memory to the kernel as was free for ``IDLE_S`` seconds.

@@ -212,8 +212,11 @@ class PageTable:
         self._free: list[int] = []
         self._names: list[int] = []
         self._kept: NDArray[np.int64] = np.zeros(0, np.int64)
-        self.capacity = 0
+
+    @property
+    def capacity(self) -> int:
         """The length that tables need: one more than the largest slot used so far, rounded up."""
+        return len(self._kept) << _PAGE_BITS
 
     def find(self, indexes: IntArray) -> IntArray:
         """The slot of each index, -1 if its page is unknown."""
@@ -236,7 +239,6 @@ class PageTable:
                 self._names[page : page + 1] = [name]
                 if page >= len(self._kept):
                     self._kept = np.append(self._kept, np.zeros(max(16, len(self._kept)), np.int64))
-                    self.capacity = len(self._kept) << _PAGE_BITS
         return self.find(indexes) if one is None else indexes - ((one - self._pages[one]) << _PAGE_BITS)
 
     def keep(self, slots: IntArray) -> None:
