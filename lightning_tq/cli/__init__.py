@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
@@ -82,7 +83,14 @@ def _run(name: str, args: Sequence[str], function: str | None = None) -> int:
                     return _refuse(f"unknown option {option!r}", near, of=name)
     run: Callable[[Sequence[str]], int] = getattr(import_module(f"lightning_tq.cli.{module}"), function or own)
     try:
-        return run(args)
+        status = run(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # who read the output has gone, as with "| head"
+        if name in _WITH_TRACEBACKS:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        return 0
     except TransferQueueError as error:
         if name in _WITH_TRACEBACKS:
             raise

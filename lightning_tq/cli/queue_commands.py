@@ -85,9 +85,6 @@ def run_joined(act: Act, options: argparse.Namespace) -> int:
             tq.close()
     except KeyboardInterrupt:
         return 0 if act in (_status, serve_dashboard) else _INTERRUPTED  # Ctrl-C is how --watch ends
-    except BrokenPipeError:  # e.g. "| head"; the redirect also silences Python's final flush
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _unknown(reason: str, name: str, names: Iterable[str]) -> int:

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -29,3 +32,12 @@ def test_the_first_parts_of_a_trainers_options_are_known_without_lightning(capsy
             lightning_tq([name, "--help"])
         parts |= set(re.findall(r"^  (?:-\w, )?--(\w+)", capsys.readouterr().out, re.M))
     assert parts <= set(OPTIONS_OF_A_TRAINER)
+
+
+def test_a_command_whose_reader_has_gone_ends_without_a_traceback() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)  # as "| head" does once it has its lines
+    command = [sys.executable, "-m", "lightning_tq", "doctor"]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (0, "")
