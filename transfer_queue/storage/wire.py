@@ -361,9 +361,13 @@ def select(columns: Sequence[WireColumn], which: IntArray, rows: IntArray) -> li
     for start, stop in zip(starts[is_long].tolist(), stops[is_long].tolist(), strict=True):
         first = int(rows[start])
         placed.append((slice(start, stop), columns[which[start]].slice(first, first + stop - start)))
-    if not is_long.all():
-        short = np.flatnonzero(np.repeat(~is_long, lengths))
-        placed += _copied(columns, which[short], rows[short], short)
+    short = np.flatnonzero(np.repeat(~is_long, lengths))
+    families: dict[Layout, list[tuple[WireColumn, IntArray]]] = {}
+    for number, own in groups(which[short]):
+        families.setdefault(columns[number].layout.family, []).append((columns[number], short[own]))
+    for each in families.values():
+        at = as_run(np.concatenate([own for _, own in each]))
+        placed.append((at, gather([(column, rows[own]) for column, own in each])))
     return placed
 
 
@@ -376,18 +380,3 @@ def groups(labels: NDArray[Any]) -> list[tuple[int, IntArray]]:
     order = np.argsort(labels, kind="stable")
     cuts = np.flatnonzero(np.diff(labels[order])) + 1
     return [(int(labels[own[0]]), own) for own in np.split(order, cuts)]
-
-
-def _copied(
-    columns: Sequence[WireColumn], which: IntArray, rows: IntArray, at: IntArray
-) -> list[tuple[Positions, WireColumn]]:
-    families: dict[Layout, list[tuple[WireColumn, IntArray, IntArray]]] = {}
-    for number, mine in groups(which):
-        families.setdefault(columns[number].layout.family, []).append((columns[number], rows[mine], at[mine]))
-    return [
-        (
-            as_run(np.concatenate([where for *_, where in each])),
-            gather([(column, chosen) for column, chosen, _ in each]),
-        )
-        for each in families.values()
-    ]
