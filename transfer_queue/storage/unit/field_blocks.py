@@ -268,10 +268,8 @@ class FieldBlocks:
         Requests are served between two steps and find each value in one of the two blocks. Without memory, the block
         stays as it is until more of its rows die.
         """
-        start, stop = block.left, self._step_end(block.column, block.left, self._step_of(block))
-        rows = start + np.flatnonzero(self._lives(block, slice(start, stop)))
-        block.left = stop
-        if len(rows) and not self._relocate(block, as_run(rows)):
+        start, block.left = block.left, self._step_end(block.column, block.left, self._step_of(block))
+        if not self._relocate(block, slice(start, block.left)):
             del self._held.moving[block]
             block.stays = True
 
@@ -302,12 +300,6 @@ class FieldBlocks:
         block.live -= count_of(rows)
         block.live_nbytes -= nbytes
         self._held.live_nbytes -= nbytes
-
-    def _lives(self, block: Block, rows: slice) -> NDArray[np.bool_]:
-        """True for the rows that are still their slots' values."""
-        slots, numbers = block.slots[rows], np.arange(rows.start, rows.stop)
-        lives: NDArray[np.bool_] = (self._block_of[slots] == block.number) & (self._row_of[slots] == numbers)
-        return lives
 
     def _insert(self, slots: NDArray[np.integer], run: Positions, column: WireColumn) -> tuple[Block, int]:
         """Returns the block of these rows, and the number of the first one there."""
@@ -384,16 +376,19 @@ class FieldBlocks:
 
         Without memory it stays as it is: the dead rows take room, but nothing is wrong.
         """
-        every = slice(0, block.column.rows)
-        self._relocate(block, every if block.live == every.stop else np.flatnonzero(self._lives(block, every)))
+        self._relocate(block, slice(0, block.column.rows))
 
-    def _relocate(self, block: Block, rows: Positions) -> bool:
-        """Copy these live rows elsewhere, and free the block if it has no others. False: there is no room for it."""
+    def _relocate(self, block: Block, within: slice) -> bool:
+        """Copy the live ones of these rows elsewhere, and free the block if it has no others. False: without memory."""
+        slots, numbers = block.slots[within], np.arange(within.start, within.stop)
+        lives = (self._block_of[slots] == block.number) & (self._row_of[slots] == numbers)
+        if not lives.any():
+            return True
+        slots, rows = slots[lives], as_run(numbers[lives])
         try:
             column = self._copied(block, rows)
         except MemoryError:
             return False
-        slots = block.slots[rows]
         self._close(block)
         self._mark_dead(block, rows)
         if not block.live:
