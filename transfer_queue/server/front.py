@@ -224,12 +224,13 @@ class Front:
         if columns is not None:
             fresh = isinstance(begin, p.Reserve)
             wait_s = max(0.0, call.since + begin.wait_s - self.calls.now)
-            written = self.unit.put(call, Write(put.id, indexes, columns, wait_s, fresh))
+            written = self.unit.write(call, Write(put.id, indexes, columns, wait_s, fresh))
             if not isinstance(written, p.Reply):
                 written = yield from replied(written)
             if isinstance(written, p.Failed):
                 return written
         published = writing.publish(state, call, _publication(put, indexes))
+        self.calls.take(call.client, call.number, StoredRows)
         if not isinstance(begin, p.Reserve):
             for over in self.calls.take(call.client, call.number, writing.Committing):
                 self.unit.commit(call.client, call.number)

@@ -42,9 +42,9 @@ class BreakingUnit(StorageUnit):
             error, self.breaks = self.breaks[1], None
             raise error
 
-    def put(self, call: Any, request: Any) -> Any:
+    def write(self, call: Any, request: Any) -> Any:
         self._break("put")
-        return super().put(call, request)
+        return super().write(call, request)
 
     def store_new(self, call: Any, indexes: Any, columns: Any) -> None:
         super().store_new(call, indexes, columns)

@@ -108,7 +108,7 @@ class StorageUnit:
         """Bytes of values committed so far: those that came in messages, and those in leased memory."""
         self.verbs: dict[type[Request], Verb] = {
             LeaseMemory: self._lease,
-            Write: self._write,
+            Write: self.write,
             Commit: self._commit,
             Abort: self._abort,
             Read: self.read,
@@ -299,44 +299,36 @@ class StorageUnit:
         self._leased_nbytes -= nbytes
         self._freed()
 
-    def _write(self, call: Call, request: Write) -> Reply | Wait:
-        self._check_alive(call)
-        return self.write(call, request, self._keep_stored if request.fresh else self._keep_aside)
-
-    def put(self, call: Call, request: Write) -> Reply | Wait:
-        """A write that the front of this process publishes. If the put fails, its reservation deletes the values."""
-        return self.write(call, request, self._store if request.fresh else self._keep_aside)
-
     def takes_now(self, call: Call, columns: Columns) -> bool:
         """Whether this write would not have to wait for room."""
         return bool(columns.lease) or self._has_room(_frames_nbytes(call))
 
     def store_new(self, call: Call, indexes: IntArray, columns: Columns) -> None:
         """Store values of new samples, where ``takes_now``."""
-        self._store(call, self._unpacked(call, indexes, columns))
+        self._store(self._unpacked(call, indexes, columns))
 
-    def write(self, call: Call, request: Write, keep: Callable[[Call, RowsToWrite], None]) -> Reply | Wait:
+    def write(self, call: Call, request: Write) -> Reply | Wait:
         """Take the rows of a write, in the memory that it leased, or in its message as soon as there is room."""
+        self._check_alive(call)
         # Unpacked before it may wait: a malformed write must fail in its own turn, not in that of another client.
         rows = self._unpacked(call, unpack_indexes(request.indexes), request.columns)
+        written = partial(self._written, call, rows, request.fresh)
         if rows.leased or self._capacity is None:
-            return self._written(call, rows, keep)
+            return written()
         fields = [header.field for header in request.columns.headers]
-        room = _Room(rows.indexes, fields, _frames_nbytes(call), request.wait_s)
-        return self._when_room(call, room, partial(self._written, call, rows, keep))
+        return self._when_room(call, _Room(rows.indexes, fields, _frames_nbytes(call), request.wait_s), written)
 
-    def _written(self, call: Call, rows: RowsToWrite, keep: Callable[[Call, RowsToWrite], None]) -> Reply:
-        keep(call, rows)
+    def _written(self, call: Call, rows: RowsToWrite, fresh: bool) -> Reply:
+        if fresh:  # nobody knows these indexes before they are published
+            self._store(rows)
+            self.calls.hold(call, StoredRows(rows.indexes, self.delete))
+        else:
+            self._keep_aside(call, rows)
         return Written(call.number)
 
-    def _store(self, call: Call | None, rows: RowsToWrite) -> None:
-        """Store values. New samples may have them at once: nobody knows their indexes before they are published."""
+    def _store(self, rows: RowsToWrite) -> None:
         self._blocks.write(rows.indexes, rows.columns)
         rows.count_into(self.put_nbytes, self._arena)
-
-    def _keep_stored(self, call: Call, rows: RowsToWrite) -> None:
-        self._store(call, rows)
-        self.calls.hold(call, StoredRows(rows.indexes, self.delete))
 
     def _keep_aside(self, call: Call, rows: RowsToWrite) -> None:
         for older in self.calls.take(call.client, call.number, UncommittedWrite):
@@ -393,10 +385,8 @@ class StorageUnit:
 
     def _commit_one(self, uncommitted: UncommittedWrite) -> None:
         if uncommitted in self._uncommitted:
-            rows = uncommitted.write
+            self._store(uncommitted.write)
             self._uncommitted_over(uncommitted)
-            self._store(None, rows)
-            self._freed()
 
     def _abort(self, call: Call, request: Abort) -> None:
         for number in request.writes:
