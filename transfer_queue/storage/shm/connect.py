@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from transfer_queue.storage.messages import Path, arena_path
+from transfer_queue.storage.messages import Path, View, arena_path
 from transfer_queue.storage.wire import ByteArray
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.blocking import is_blocking
@@ -30,11 +30,11 @@ class UnitConnection:
         self.peer = peer
         self._trying = threading.Lock()  # held for as long as a unit may take to answer
         self._tried = not shared or arena_path(peer.address) is None
-        self._arena: MappedArena | None = None
+        self._arena: View | None = None
         self._closed = False
 
     @property
-    def arena(self) -> MappedArena | None:
+    def arena(self) -> View | None:
         """The mapped arena, or None. Decided once by trying, which may take seconds if the unit does not answer."""
         if not self._tried:
             with self._trying:
@@ -70,35 +70,30 @@ async def decide_paths(connections: Iterable[UnitConnection]) -> None:
 # ---- the arena ----
 
 
-class MappedArena:
-    """A whole arena, mapped once; only touched pages cost anything. It is unmapped when no array refers to it."""
+def map_arena(address: str) -> View | None:
+    """Map the whole arena of the server at this address. It is unmapped when no array refers to it.
 
-    def __init__(self, memory: ByteArray, file: ByteArray | None = None) -> None:
-        """``file``: the spill file, whose bytes follow those of the arena."""
-        self.nbytes = memory.nbytes
-        self._memory = memory
-        self._file = file
-
-    def view(self, offset: int, nbytes: int) -> ByteArray:
-        if offset >= self.nbytes and self._file is not None:
-            offset -= self.nbytes
-            return self._file[offset : offset + nbytes]
-        return self._memory[offset : offset + nbytes]
-
-
-def map_arena(address: str) -> MappedArena | None:
-    """Map the arena of the server at this address. None: another host, switched off, or no mapping possible here."""
+    None: another host, switched off, or no mapping possible here.
+    """
     path = arena_path(address)
     descriptors = borrow(path) if path is not None and os.path.exists(path) else []
     if not descriptors:
         return None
     try:
-        return MappedArena(*(np.frombuffer(mmap.mmap(each, 0), np.uint8) for each in descriptors))
+        memory, *file = [np.frombuffer(mmap.mmap(each, 0), np.uint8) for each in descriptors]
     except (OSError, ValueError, OverflowError):  # for example a limit on addresses; frames work everywhere
         return None
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
+
+    def view(offset: int, nbytes: int) -> ByteArray:
+        if offset >= memory.nbytes and file:  # the bytes of the spill file follow those of the arena
+            offset -= memory.nbytes
+            return file[0][offset : offset + nbytes]
+        return memory[offset : offset + nbytes]
+
+    return view
 
 
 def borrow(path: str, timeout_s: float = _BORROW_TIMEOUT_S) -> list[int]:

@@ -67,8 +67,7 @@ class ReadResult:
         """Add one unit's answer. ``at``: the positions of the batch that it was asked for."""
         if rows.pinned:
             self._pinned.append((connection, rows.id))
-        arena = connection.arena if rows.pinned else None
-        view = None if arena is None else arena.view
+        view = connection.arena if rows.pinned else None
         for name, where, column in unpack_columns(rows.headers, rows.tables, frames, count_of(at), view):
             self.columns[name].append((where if isinstance(at, slice) else as_run(at[where]), column))
 

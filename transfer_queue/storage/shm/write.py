@@ -94,7 +94,7 @@ class UnitWrite:
         for name, column in self._columns.items():
             nbytes = self._sizes.get(name)
             if nbytes is not None and self.lease_call and self._arena is not None:
-                stored = column.stored_in(self._arena.view(offset, nbytes), self._rows, copy)
+                stored = column.stored_in(self._arena(offset, nbytes), self._rows, copy)
                 packer.add(name, slice(0, self._count), stored, offset)
                 offset += whole_pages(nbytes)
                 continue
