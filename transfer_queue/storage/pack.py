@@ -230,15 +230,20 @@ class TensorColumn(Column):
 
 
 class RowsColumn(Column):
-    """One tensor per row, all of one dtype and rank."""
+    """One tensor per row, all of one dtype and rank: dense if all shapes agree, else ragged."""
 
     def __init__(self, rows: Sequence[torch.Tensor]) -> None:
         self._tensors = [resolved(row) for row in rows]
-        self.rows = len(rows)
-        self.layout, self.row_meta = _layout_of_rows(rows)
+        self.rows, first = len(rows), rows[0]
+        name, size, self.row_meta = dtype_name(first.dtype), first.element_size(), None
+        if len({row.shape for row in rows}) == 1:
+            self.layout = dense_layout(name, size, first.shape)
+        else:
+            self.layout = ragged_layout(name, size, first.ndim)
+            self.row_meta = np.array([row.shape for row in rows], np.int64)
 
     def wire_column(self) -> WireColumn:
-        return join_rows(self._tensors)
+        return WireColumn(self.layout, self.rows, np.concatenate(list(map(as_bytes, self._tensors))), self.row_meta)
 
     def nbytes_of(self, rows: slice) -> int:
         return sum(row.nbytes for row in self._tensors[rows])
@@ -330,21 +335,6 @@ def are_alike(values: Sequence[Any]) -> bool:
     if not values or not all(isinstance(value, torch.Tensor) for value in values):
         return False
     return len({(row.dtype, row.ndim) for row in values}) == 1 and all(map(is_plain, values))
-
-
-def join_rows(rows: Sequence[torch.Tensor]) -> WireColumn:
-    """Join one tensor per row, all alike: dense if all shapes agree, else ragged."""
-    layout, shapes = _layout_of_rows(rows)
-    return WireColumn(layout, len(rows), np.concatenate([as_bytes(row) for row in rows]), shapes)
-
-
-def _layout_of_rows(rows: Sequence[torch.Tensor]) -> tuple[Layout, IntArray | None]:
-    """The layout of tensors that are alike, and their shapes if these differ."""
-    first = rows[0]
-    name, size = dtype_name(first.dtype), first.element_size()
-    if len({row.shape for row in rows}) == 1:
-        return dense_layout(name, size, first.shape), None
-    return ragged_layout(name, size, first.ndim), np.array([row.shape for row in rows], np.int64)
 
 
 def is_simple_jagged(tensor: Any) -> bool:

@@ -21,10 +21,10 @@ from transfer_queue.storage import recycling
 from transfer_queue.storage.copying import Copies, Copy, copy_now
 from transfer_queue.storage.images import image_of
 from transfer_queue.storage.pack import (
+    RowsColumn,
     are_alike,
     dtype_of,
     from_bytes,
-    join_rows,
     named_columns,
     num_rows,
     prepare_column,
@@ -161,7 +161,7 @@ def values_in(placed: PlacedColumns, count: int, field: str, allow_pickle: bool 
 def _of_values(values: Sequence[Any], options: _Options) -> Any:
     """Make a column from one value per row: tensors of one dtype and rank are joined, anything else stays objects."""
     if are_alike(values):
-        return _of_wire(join_rows(values), options._replace(copy=copy_now))
+        return _of_wire(RowsColumn(values).wire_column(), options._replace(copy=copy_now))
     if any(map(is_tensor_collection, set(map(type, values)))):
         # NonTensorStack would take a TensorDict for one of its own members.
         return NonTensorStack(*(NonTensorData(data=value) for value in values))
