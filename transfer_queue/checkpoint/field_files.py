@@ -115,7 +115,7 @@ class _BlockWriter:
             offsets = self._write("offsets", running_sum(sizes))
             shapes = self._write("shapes", row_meta) if row_meta.shape[1] > 1 else None
             count = int(sizes.sum())
-        values = self._values.finish(count) if isinstance(self._values, GrowingArray) else self._values.close()
+        values = self._values.close(count)
         own = None if np.array_equal(samples, all_samples) else self._write("samples", samples)
         return BlockFiles(self._layout, len(samples), values, offsets, shapes, own)
 

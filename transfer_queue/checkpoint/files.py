@@ -95,11 +95,15 @@ _PIECE = 1 << 22
 class GrowingFile:
     """A file that grows. ``close`` returns what was written; ``sync`` makes it durable."""
 
-    def __init__(self, path: Path, header: bytes = b"") -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
         self._file = open(path, "xb")  # noqa: SIM115 (closed by its own ``close`` or ``discard``)
-        self._header_nbytes = self._file.write(header)
+        self._header_nbytes = self._file.write(self._header(0))
         self._nbytes = self._crc = 0
+
+    def _header(self, rows: int) -> bytes:
+        """What stands in front, of one length whatever the number of rows."""
+        return b""
 
     def write(self, data: Any) -> None:
         view = memoryview(data).cast("B") if len(data) else b""
@@ -107,11 +111,11 @@ class GrowingFile:
         self._nbytes += len(view)
         self._crc = zlib.crc32(view, self._crc)
 
-    def close(self, header: bytes = b"") -> DataFile:
-        """``header``: replaces the initial header and has the same length."""
+    def close(self, rows: int = 0) -> DataFile:
+        """``rows``: how many an array has."""
         with self._file as file:
             file.seek(0)
-            file.write(header)
+            file.write(self._header(rows))
         return DataFile(self._path.name, self._header_nbytes + self._nbytes, self._crc)
 
     def discard(self) -> None:
@@ -120,38 +124,34 @@ class GrowingFile:
 
 
 class GrowingArray(GrowingFile):
-    """A .npy file of [rows, *row_shape]. ``write`` appends whole rows; ``finish`` closes it."""
+    """A .npy file of [rows, *row_shape]. ``write`` appends whole rows."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any], row_shape: Sequence[int] = ()) -> None:
         self._dtype, self._row_shape = dtype.newbyteorder("<"), tuple(row_shape)
-        super().__init__(path, self._header(0))
+        super().__init__(path)
 
     def _header(self, rows: int) -> bytes:
-        """NumPy leaves room for more digits of ``rows``, so that its length stays the same."""
+        """NumPy leaves room for more digits of ``rows``."""
         header, described = io.BytesIO(), {"descr": self._dtype.str, "fortran_order": False}
         np.lib.format.write_array_header_1_0(header, {**described, "shape": (rows, *self._row_shape)})
         return header.getvalue()
 
-    def finish(self, rows: int) -> DataFile:
-        return self.close(self._header(rows))
-
 
 def write_array(path: Path, array: NDArray[Any]) -> DataFile:
     """Write a whole array."""
-    file = GrowingArray(path, array.dtype, array.shape[1:])
-    try:
-        file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-        return file.finish(len(array))
-    finally:
-        file.discard()
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return _whole(GrowingArray(path, array.dtype, array.shape[1:]), data, len(array))
 
 
 def write_bytes(path: Path, data: bytes) -> DataFile:
     """Write a whole file."""
-    file = GrowingFile(path)
+    return _whole(GrowingFile(path), data)
+
+
+def _whole(file: GrowingFile, data: Any, rows: int = 0) -> DataFile:
     try:
         file.write(data)
-        return file.close()
+        return file.close(rows)
     finally:
         file.discard()
 
