@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,6 +61,7 @@ from transfer_queue.storage.wire import ByteArray, IntArray, WireColumn, as_run,
 
 _MEMORY = ("memory",)
 """Wait queue of leases and writes that need room."""
+_nbytes = attrgetter("nbytes")
 
 
 class _Room(NamedTuple):
@@ -301,7 +303,7 @@ class StorageUnit:
 
     def takes_now(self, call: Call, columns: Columns) -> bool:
         """Whether this write would not have to wait for room."""
-        return bool(columns.lease) or self._has_room(_frames_nbytes(call))
+        return bool(columns.lease) or self._has_room(sum(map(_nbytes, call.frames)))
 
     def store_new(self, call: Call, indexes: IntArray, columns: Columns) -> None:
         """Store values of new samples, where ``takes_now``."""
@@ -316,7 +318,8 @@ class StorageUnit:
         if rows.leased or self._capacity is None:
             return written()
         fields = [header.field for header in request.columns.headers]
-        return self._when_room(call, _Room(rows.indexes, fields, _frames_nbytes(call), request.wait_s), written)
+        room = _Room(rows.indexes, fields, sum(map(_nbytes, call.frames)), request.wait_s)
+        return self._when_room(call, room, written)
 
     def _written(self, call: Call, rows: RowsToWrite, fresh: bool) -> Reply:
         if fresh:  # nobody knows these indexes before they are published
@@ -530,13 +533,6 @@ class StorageUnit:
             f"{self._capacity} bytes{spilled}. "
             f"Clear consumed samples sooner, raise the capacity, or raise put_timeout_s."
         )
-
-
-def _frames_nbytes(call: Call) -> int:
-    nbytes = 0
-    for frame in call.frames:
-        nbytes += frame.nbytes
-    return nbytes
 
 
 def _cleared(wait: Wait, has_turn: bool) -> Reply:
