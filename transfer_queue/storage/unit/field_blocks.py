@@ -122,6 +122,11 @@ class Tail:
         return first
 
 
+def _kind_of(layout: Layout) -> tuple[str, int]:
+    """Its dtype and rank; those of objects are of no tensor."""
+    return layout.dtype, len(layout.shape)
+
+
 def _longer(array: NDArray[Any], length: int) -> NDArray[Any]:
     longer = np.empty((max(length, len(array)), *array.shape[1:]), array.dtype)
     longer[: len(array)] = array
@@ -164,9 +169,8 @@ class FieldBlocks:
         self.blocks: dict[int, Block] = {}
         """By their numbers."""
         self._free_numbers: list[int] = []
-        self._tails: dict[Layout, Tail] = {}
-        self._tail: Tail | None = None
-        """The one that was appended to last."""
+        self._tails: dict[tuple[str, int], Tail] = {}
+        """By dtype and rank. If the shapes of its rows differ, a tail stores a shape for each."""
 
     def has(self, block: Block) -> bool:
         return self.blocks.get(block.number) is block
@@ -305,13 +309,16 @@ class FieldBlocks:
         """Returns the block of these rows, and the number of the first one there."""
         held, file = self._held, self._held.file
         on_disk = file is not None and file.holds(column.data)
-        tail = full = None
-        if column.nbytes < _SMALL_NBYTES and not on_disk:
-            tail = self._tail
-            if tail is None or tail.layout != column.layout or not tail.has_room(column, held.allocate):
-                column, tail, full = self._for_tail(column)
+        is_small = column.nbytes < _SMALL_NBYTES and not on_disk
+        tail = self._tails.get(_kind_of(column.layout)) if is_small else None
+        full: Block | None = None
         if tail is not None:
-            self._tail = tail
+            if column.layout != tail.layout:
+                column = column.as_ragged()
+            if column.layout != tail.layout or not tail.has_room(column, held.allocate):
+                full, tail = tail.block, None
+                self._close(full)
+        if tail is not None:
             block, first = tail.block, tail.append(column, slots, run)
         else:
             number, first = self._free_numbers.pop() if self._free_numbers else len(self.blocks), 0
@@ -319,7 +326,7 @@ class FieldBlocks:
             if on_disk:
                 self._count_on_disk(block)
             elif column.nbytes < _SMALL_NBYTES:
-                self._tail = self._tails[column.layout.family] = Tail(block)
+                self._tails[_kind_of(column.layout)] = Tail(block)
             else:
                 self._may_spill(block)
         held.held_nbytes += column.nbytes
@@ -330,28 +337,11 @@ class FieldBlocks:
             self.compact(full)
         return block, first
 
-    def _for_tail(self, column: WireColumn) -> tuple[WireColumn, Tail | None, Block | None]:
-        """The column as it is stored, the tail that has room for it, and a block that is no tail any more.
-
-        A tail is of one dtype and rank. If the shapes of rows differ, it stores a shape for each.
-        """
-        family = column.layout.family
-        tail = self._tails.get(family)
-        if tail is None:
-            return column, None, None
-        if column.layout != tail.layout:
-            column = column.as_ragged()
-        if column.layout == tail.layout and tail.has_room(column, self._held.allocate):
-            return column, tail, None
-        self._close(tail.block)
-        return column, None, tail.block
-
     def _close(self, block: Block) -> None:
         """Nothing is appended to this block from now on."""
         if block.is_tail:
             block.is_tail = False
-            del self._tails[block.column.layout.family]
-            self._tail = None
+            del self._tails[_kind_of(block.column.layout)]
             self._may_spill(block)
 
     def _may_spill(self, block: Block) -> None:
