@@ -283,21 +283,16 @@ class SharedMemoryManager(StorageManager):
         try:
             return await self._ask(units, request, kind)
         except QueueUnreachableError:
-            if len(numbers) == 1 and not await self._units.lost_among(numbers):
+            if len(numbers) == 1:
+                if await self._units.lost_among(numbers):
+                    return []
                 raise
-            return await self._ask_each(numbers, request, kind)
-
-    async def _ask_each(
-        self, numbers: Sequence[int], request: Callable[[], Request], kind: type[Expected]
-    ) -> list[Expected]:
-        """One unit after the other, so that one that does not answer keeps the request from no other."""
         answers, failed = list[Expected](), None
-        for number in numbers:
-            unit = self._units.known(number)
+        for number in numbers:  # one after the other, so that one that does not answer keeps the request from no other
             try:
-                answers += [] if unit is None else await self._ask([unit], request, kind)
+                answers += await self._ask_units([number], request, kind)
             except QueueUnreachableError as error:
-                failed = failed if await self._units.lost_among([number]) else error
+                failed = error
         if failed is not None:
             raise failed
         return answers
