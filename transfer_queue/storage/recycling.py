@@ -91,8 +91,14 @@ class Recycler:
     # ---- overridden for other kinds of memory ----
 
     def _make(self, nbytes: int) -> mmap.mmap | None:
-        """Return None if enough memory is pooled; then the allocator is used."""
-        return _mapping(nbytes)
+        """Return None if it can't be had, or if enough memory is pooled; then the allocator is used."""
+        size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError:  # too many mappings
+            return None
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        return memory
 
     def _size(self, memory: mmap.mmap) -> int:
         """The capacity of this memory."""
@@ -157,16 +163,6 @@ def watched(
     watch.memory, watch.nbytes, watch.start = memory, nbytes, start
     plain: ByteArray = buffer.view(np.ndarray)
     return watch, plain
-
-
-def _mapping(nbytes: int) -> mmap.mmap | None:
-    size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError:  # too many mappings: the allocator is used instead
-        return None
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 _recycler = Recycler()
