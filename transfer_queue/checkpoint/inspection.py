@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -53,15 +53,13 @@ def describe_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -
 
 @contextmanager
 def _opened(path: str | os.PathLike[str]) -> Iterator[Opened]:
-    if is_url(path):
-        remote = RemoteCheckpoint(os.fspath(path))
-        with spooled_checkpoint(remote.url) as directory:
-            remote.read(directory)
-            with reading(directory):
-                yield Opened(directory)
-    else:
-        with reading(path):
-            yield Opened(path)
+    with ExitStack() as stack:
+        if is_url(path):
+            remote = RemoteCheckpoint(os.fspath(path))
+            path = stack.enter_context(spooled_checkpoint(remote.url))
+            remote.read(path)
+        stack.enter_context(reading(path))
+        yield Opened(path)
 
 
 def _partitions(state: SavedState, nbytes: dict[tuple[str, str], int]) -> dict[str, Any]:
