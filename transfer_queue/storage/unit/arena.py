@@ -25,13 +25,6 @@ class FreeList:
         self._starts: dict[int, int] = {}  # end -> start
         self.total = 0
 
-    def __len__(self) -> int:
-        return len(self._by_size)
-
-    def ranges(self) -> list[tuple[int, int]]:
-        """(start, size) by address."""
-        return sorted(self._sizes.items())
-
     def take(self, size: int) -> int | None:
         """Return the start of a range of this size, which is no longer free; None if none is large enough."""
         at = bisect_left(self._by_size, (size, -1))
@@ -173,7 +166,7 @@ class Arena:
 
     def _free(self, start: int, size: int) -> None:
         if size:
-            if not len(self._warm):
+            if not self._warm.total:
                 self._watched, self._idle_nbytes = self._now, size
             self._warm.free(start, size)
 
