@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
-from tensordict import NonTensorStack, TensorDict, is_non_tensor, is_tensor_collection
+from tensordict import NonTensorData, NonTensorStack, TensorDict, is_non_tensor, is_tensor_collection
 
 from transfer_queue import protocol as p
 from transfer_queue.client.base import ClientBase, check_meta, check_tags, parts_of, tags_by_row, to_specs
@@ -28,7 +28,7 @@ from transfer_queue.metadata.field_schema import described_rows
 from transfer_queue.metadata.meta_rows import pick
 from transfer_queue.storage.base import InFront, StorageManager
 from transfer_queue.storage.number_lists import number_column
-from transfer_queue.storage.pack import FoundColumns, named_columns, values_of
+from transfer_queue.storage.pack import FoundColumns, is_simple_jagged, named_columns, values_of
 from transfer_queue.storage.unpack import DataParser, parsed_rows
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.logging_utils import get_logger
@@ -346,24 +346,61 @@ def _warn_once(field: str, partition: str, dtypes: str) -> None:
 
 
 def rows_at(rows: TensorDict, parts: Sequence[slice | list[int]]) -> list[TensorDict]:
-    """These parts of a batch's rows. A TensorDict can't pick from every nested tensor, and copies all its objects."""
+    """These parts of a batch's rows, either slices or lists of positions.
+
+    A TensorDict can't pick from every nested tensor, and copies all its objects.
+    """
     count = len(rows)
-    columns = [(name, _picker(column, count)) for name, column in named_columns(rows)]
+    picked = _Picked(parts, count)
+    columns = {name: picked(column) for name, column in named_columns(rows)}
     sizes = [len(range(count)[part]) if isinstance(part, slice) else len(part) for part in parts]
     return [
-        TensorDict({name: picked(part) for name, picked in columns}, batch_size=[size])
-        for part, size in zip(parts, sizes, strict=True)
+        TensorDict({name: pieces[at] for name, pieces in columns.items()}, batch_size=[size], device=rows.device)
+        for at, size in enumerate(sizes)
     ]
 
 
-def _picker(column: Any, count: int) -> Callable[[slice | list[int]], Any]:
-    if isinstance(column, torch.Tensor) and column.is_nested:
-        members, layout = column.unbind(), column.layout
-        return lambda part: torch.nested.as_nested_tensor(list(pick(members, part)), layout=layout)
-    if isinstance(column, torch.Tensor) or (is_tensor_collection(column) and not is_non_tensor(column)):
-        return lambda part: column[part]
-    values = values_of(column, count)
-    return lambda part: NonTensorStack(*pick(values, part))
+class _Picked:
+    """Picks the same rows of each column. Slices of jagged columns are views, and share offsets if the columns do."""
+
+    def __init__(self, parts: Sequence[slice | list[int]], count: int) -> None:
+        self._parts = parts
+        self._count = count
+        self._slices = [part for part in parts if isinstance(part, slice)]
+        self._cut: dict[int, list[tuple[slice, torch.Tensor, int, int]]] = {}
+        """By the id of offsets, what each part has: a slice of the values, offsets, its shortest and longest row."""
+
+    def __call__(self, column: Any) -> list[Any]:
+        if isinstance(column, torch.Tensor) and column.is_nested:
+            if self._slices and is_simple_jagged(column):
+                return self._views(column)
+            members = column.unbind()
+            return [torch.nested.as_nested_tensor(pick(members, part), layout=column.layout) for part in self._parts]
+        is_of_rows = isinstance(column, torch.Tensor) or (is_tensor_collection(column) and not is_non_tensor(column))
+        is_of_all = isinstance(column, NonTensorData) and not isinstance(column.data, (list, np.ndarray))
+        if is_of_rows or is_of_all or (self._slices and isinstance(column, NonTensorStack)):
+            return [column[part] for part in self._parts]
+        values = values_of(column, self._count)
+        return [NonTensorStack(*pick(values, part)) for part in self._parts]
+
+    def _views(self, column: Any) -> list[torch.Tensor]:
+        values, offsets = column.values(), column.offsets()
+        if id(offsets) not in self._cut:  # the batch keeps the offsets alive, so their id stays unique
+            edges, lengths = offsets.tolist(), offsets.diff().tolist()
+            self._cut[id(offsets)] = [
+                (
+                    slice(edges[part.start], edges[part.stop]),
+                    offsets[part.start : part.stop + 1] - edges[part.start],
+                    min(lengths[part]),
+                    max(lengths[part]),
+                )
+                for part in self._slices
+            ]
+        # Without the longest length, to_padded_tensor() would pad to the sum of all lengths.
+        return [
+            torch.nested.nested_tensor_from_jagged(values[own], of_part, min_seqlen=shortest, max_seqlen=longest)
+            for own, of_part, shortest, longest in self._cut[id(offsets)]
+        ]
 
 
 def as_tensordict(data: Any) -> TensorDict:

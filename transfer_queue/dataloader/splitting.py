@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -13,8 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 from transfer_queue.client.put import rows_at
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.metadata import BatchMeta
-from transfer_queue.metadata.meta_rows import even_sizes
-from transfer_queue.storage.pack import is_simple_jagged
+from transfer_queue.metadata.meta_rows import consecutive, even_sizes
 
 Pair = tuple[TensorDict, BatchMeta]
 
@@ -124,12 +122,7 @@ def split(td: TensorDict, batch_meta: BatchMeta, sizes: Sequence[int]) -> list[P
         raise InvalidRequestError(f"data of {_rows(td)} rows came with metadata of {batch_meta.size} samples.")
     if len(sizes) == 1:
         return [(td, batch_meta)]
-    cut = _Cut(sizes)
-    columns = {name: cut(td.get(name)) for name in td.keys()}  # noqa: SIM118  (iterating gives rows)
-    parts = [
-        TensorDict({name: pieces[at] for name, pieces in columns.items()}, batch_size=[size], device=td.device)
-        for at, size in enumerate(sizes)
-    ]
+    parts = rows_at(td, consecutive(sizes, batch_meta.size))
     return list(zip(parts, batch_meta.chunk_by_size(list(sizes)), strict=True))
 
 
@@ -139,60 +132,6 @@ def _rows(td: Any) -> int:
     if not len(td.batch_size):
         raise InvalidRequestError("the TensorDict has no batch dimension; make it with batch_size=[rows].")
     return int(td.batch_size[0])
-
-
-class _Rows(NamedTuple):
-    """Consecutive rows of a jagged column: the slice of their values, and their own offsets."""
-
-    values: slice
-    offsets: torch.Tensor
-    shortest: int
-    longest: int
-
-
-class _Cut:
-    """Cuts the columns of one batch by the same sizes. Jagged columns that share offsets share them in every part."""
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self._parts = [slice(*edges) for edges in pairwise([0, *accumulate(sizes)])]
-        self._rows: dict[int, list[_Rows]] = {}
-
-    def __call__(self, column: Any) -> list[Any]:
-        if not isinstance(column, torch.Tensor) or not column.is_nested:
-            return [column[part] for part in self._parts]
-        if is_simple_jagged(column):
-            return self._jagged(column)
-        rows = column.unbind()
-        return [
-            torch.nested.nested_tensor(list(rows[part]), layout=column.layout, dtype=column.dtype, device=column.device)
-            for part in self._parts
-        ]
-
-    def _jagged(self, column: Any) -> list[torch.Tensor]:
-        """Return views of the same values."""
-        values, offsets = column.values(), column.offsets()
-        parts = self._rows.get(id(offsets))  # the batch keeps the offsets alive, so their id stays unique
-        if parts is None:
-            parts = self._rows[id(offsets)] = self._rows_of(offsets)
-        # Without the longest length, to_padded_tensor() would pad to the sum of all lengths.
-        return [
-            torch.nested.nested_tensor_from_jagged(
-                values[part.values], part.offsets, min_seqlen=part.shortest, max_seqlen=part.longest
-            )
-            for part in parts
-        ]
-
-    def _rows_of(self, offsets: torch.Tensor) -> list[_Rows]:
-        lengths, edges = offsets.diff().tolist(), offsets.tolist()
-        return [
-            _Rows(
-                slice(edges[part.start], edges[part.stop]),
-                offsets[part.start : part.stop + 1] - edges[part.start],
-                min(lengths[part]),
-                max(lengths[part]),
-            )
-            for part in self._parts
-        ]
 
 
 def _lengths(td: TensorDict, meta: BatchMeta, name: str) -> list[int]:

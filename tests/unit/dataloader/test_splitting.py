@@ -6,11 +6,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import NonTensorStack, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from transfer_queue import BatchMeta, chunk_batch_fn, token_budget_batch_fn
 
@@ -127,6 +128,14 @@ def test_a_jagged_column_ragged_in_its_second_dimension_keeps_its_rows():
     parts = chunk_batch_fn(TensorDict({"j": column}, batch_size=[3]), meta_of(3), 2)
     cut = [row for td, _ in parts for row in td["j"].unbind()]
     assert [row.tolist() for row in cut] == [row.tolist() for row in rows]
+
+
+@pytest.mark.parametrize("names", [np.array(["a", "b", "c"]), ["a", "b", "c"]], ids=["array", "list"])
+def test_text_that_a_fetch_function_gave_as_one_value_is_cut_by_rows_and_a_value_of_all_rows_is_not(names):
+    data = TensorDict({"name": NonTensorData(names, batch_size=[3]), "run": NonTensorData("x", batch_size=[3])}, [3])
+    first, last = (part for part, _ in chunk_batch_fn(data, meta_of(3), 2))
+    assert [list(first["name"]), list(last["name"])] == [["a", "b"], ["c"]]
+    assert (first["run"], last["run"]) == ("x", "x")
 
 
 def test_chunks_may_be_changed_without_changing_each_other():
