@@ -77,19 +77,15 @@ class Handler(Protocol):
 
     def handle(self, envelope: Envelope, header: bytes, frames: list[memoryview], now: float) -> Iterable[Outgoing]:
         """The answers that this request makes possible, its own or of those that wait. ``now`` is monotonic seconds."""
-        ...
 
     def expire(self, now: float) -> Iterable[Outgoing]:
         """Return answers to requests past their deadline."""
-        ...
 
     def next_deadline(self) -> float | None:
         """When ``expire`` must be called next, in monotonic seconds."""
-        ...
 
     def client_gone(self, client: str, now: float) -> Iterable[Outgoing]:
         """The last connection of this client has closed, and everything that it sent has been handled."""
-        ...
 
 
 class Route(Protocol):
@@ -97,11 +93,9 @@ class Route(Protocol):
 
     def send(self, answer: Outgoing) -> None:
         """Send an answer; it is dropped if the client has gone. It calls nothing of the server."""
-        ...
 
     def disconnect(self) -> None:
         """Stop sending, and close the connection soon. The server gets ``left``, but not within this call."""
-        ...
 
 
 class Arrivals(Protocol):
@@ -109,15 +103,12 @@ class Arrivals(Protocol):
 
     def deliver(self, envelope: Envelope, header: bytes, frames: list[memoryview]) -> None:
         """A request has arrived."""
-        ...
 
     def joined(self, client: str, route: Route) -> None:
         """A connection has named its client."""
-        ...
 
     def left(self, client: str, route: Route) -> None:
         """Such a connection has closed. With its last one the client is gone."""
-        ...
 
 
 class Listener(Protocol):
@@ -128,12 +119,9 @@ class Listener(Protocol):
 
     def next_deadline(self) -> float | None:
         """When ``expire`` must be called next, in monotonic seconds."""
-        ...
 
     def expire(self, now: float) -> None:
         """Do what is due."""
-        ...
 
     def close(self) -> None:
         """Close every connection without notifying the server, and remove its files."""
-        ...

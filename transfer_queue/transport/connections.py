@@ -29,37 +29,29 @@ class Connection(Protocol):
     @property
     def reached(self) -> bool:
         """Whether something listens at the other end: it is there, even if it does not answer now."""
-        ...
 
     @property
     def unsent(self) -> bool:
         """Something waits for ``flush``."""
-        ...
 
     @property
     def settled(self) -> bool:
         """Everything is sent, and the server has confirmed each ``CONFIRM``, or the connection is broken."""
-        ...
 
     def send(self, number: int, header: bytes, frames: Sequence[Buffer] = ()) -> None:
         """Raises QueueUnreachableError if the peer has ended."""
-        ...
 
     def flush(self) -> None:
         """Send more of what could not be sent at once. Raises QueueUnreachableError if the peer has ended."""
-        ...
 
     def own(self) -> None:
         """Copy what is unsent, because the owners of the frames may change them from now on."""
-        ...
 
     def receive(self) -> list[Message]:
         """Return the messages that are here now, if any. Raises QueueUnreachableError if the peer has ended."""
-        ...
 
     def close(self) -> None:
         """Close and drop what is unsent. Idempotent."""
-        ...
 
 
 def gone(peer: Peer) -> QueueUnreachableError:
