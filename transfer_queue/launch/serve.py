@@ -21,6 +21,7 @@ from transfer_queue.storage.locked_directories import remove_directory
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.session import Session
+from transfer_queue.transport.unix import remove_stale
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -72,20 +73,11 @@ def own_directory(path: str) -> str:
     if absolute.stat().st_uid != os.getuid() or absolute.stat().st_mode & 0o077:
         raise LaunchError(f"other users can enter {absolute}: chmod 700, or choose another directory.")
     for name in ("controller", "unit"):
-        if (absolute / name).exists():
-            _remove_stale(absolute / name)
+        at = absolute / name
+        remove_stale(str(at))
+        if at.is_socket():
+            raise LaunchError(f"a server answers at {at} already: choose another directory, or end that server.")
     return str(absolute)
-
-
-def _remove_stale(path: Path) -> None:
-    """A server that was killed leaves its socket behind."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(str(path))
-        except OSError:
-            path.unlink(missing_ok=True)
-            return
-    raise LaunchError(f"a server answers at {path} already: choose another directory, or end that server.")
 
 
 def _first(conf: DictConfig, directory: str) -> Orders:
