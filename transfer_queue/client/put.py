@@ -144,24 +144,23 @@ class Puts(ClientBase):
     """``async_put``, and the transaction that other writing verbs share."""
 
     async def write(self, begin: Begin, rows: TensorDict | FoundColumns | None, tags: RowTags) -> p.Reply:
-        """Carry out one write; ``begin.fields`` describes ``rows``, and its number is not used."""
+        """Carry out one write, in this session, or in a new one if the servers have ended it.
+
+        ``begin.fields`` describes ``rows``, and its number is not used.
+        """
         storage = self.storage_manager
         columns = None if rows is None or not len(rows.keys()) else storage.prepare(rows)
         count = 0 if rows is None else int(rows.batch_size[0])
-        reply = await self._carried_out(begin, columns, count, tags)
-        for field, dtypes in _of_several_dtypes(reply).items():
-            _warn_once(field, begin.partition, ", ".join(str(dtype or "objects") for dtype in dtypes))
-        return reply
-
-    async def _carried_out(self, begin: Begin, columns: Any, count: int, tags: RowTags) -> p.Reply:
-        """In this session, or in a new one if the servers have ended it."""
         caller = self.session.caller
         try:
-            return await self._in_session(begin, columns, count, tags)
+            reply = await self._in_session(begin, columns, count, tags)
         except SessionEndedError as error:
             _log.warning("%s The put is repeated in a new one.", str(error))
             self.session.renew(caller)
-        return await self._in_session(begin, columns, count, tags)
+            reply = await self._in_session(begin, columns, count, tags)
+        for field, dtypes in _of_several_dtypes(reply).items():
+            _warn_once(field, begin.partition, ", ".join(str(dtype or "objects") for dtype in dtypes))
+        return reply
 
     async def _in_session(self, begin: Begin, columns: Any, count: int, tags: RowTags) -> p.Reply:
         """In one message to the controller's process if it may have so many tags, or in steps, to units with room."""
