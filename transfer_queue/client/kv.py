@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,9 +23,6 @@ from transfer_queue.utils.logging_utils import get_logger
 
 _log = get_logger(__name__)
 Tag = dict[str, Any]
-
-_warned: set[str] = set()
-"""Fields that a warning has named; one warning per field is enough."""
 
 
 class Keys(Gets, Puts):
@@ -213,15 +211,16 @@ async def batch_get(
             f"Wait for their producer, or select other fields."
         )
     partial = {name for batch in batches for name in (*batch.partial, *batch.fields)} - set(meta.field_names)
-    _warn_of(partial.intersection(wanted) - _warned)
+    for name in sorted(partial.intersection(wanted)):
+        _warn_of(name)
     order = {name: position for position, name in enumerate(unique)}
     return await client.async_get_data(meta.select_fields(present).select_samples([order[name] for name in names]))
 
 
-def _warn_of(partial: set[str]) -> None:
-    _warned.update(partial)
-    for name in sorted(partial):
-        _log.warning("field %r was selected, but only some of the samples have it: it is left out.", name)
+@functools.cache
+def _warn_of(name: str) -> None:
+    """One warning per field is enough."""
+    _log.warning("field %r was selected, but only some of the samples have it: it is left out.", name)
 
 
 async def batch_get_by_meta(client: Keys, meta: KVBatchMeta, select: Sequence[str] | str | None) -> TensorDict:
