@@ -19,7 +19,7 @@ import msgspec
 from omegaconf import DictConfig, OmegaConf
 
 from transfer_queue.config import FullConfig, to_plain, typed
-from transfer_queue.errors import ConfigError, LaunchError, RemoteError, SamplerError, from_wire
+from transfer_queue.errors import ConfigError, LaunchError, RemoteError, SamplerError, TransferQueueError, from_wire
 from transfer_queue.launch.directories import short_directory
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.sampler.registry import as_sampler
@@ -251,9 +251,14 @@ def await_ready(process: subprocess.Popen[str]) -> dict[str, Any]:
         )
     answer: dict[str, Any] = json.loads(line)
     if "ready" not in answer:
-        said = f"a server process of the queue did not start: {answer['text']}"
-        raise LaunchError(said) if answer["code"] == RemoteError.__name__ else from_wire(answer["code"], said)
+        raise start_error(answer["code"], answer["text"], "a server process of the queue")
     return answer
+
+
+def start_error(code: str, text: str, what: str = "the queue") -> TransferQueueError:
+    """Why this did not start. ``code`` and ``text``: of the error there, by ``to_wire``."""
+    said = f"{what} did not start: {text}"
+    return LaunchError(said) if code == RemoteError.__name__ else from_wire(code, said)
 
 
 def _together(config: FullConfig) -> bool:

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from transfer_queue import controller
 from transfer_queue.errors import LaunchError, TransferQueueError
 from transfer_queue.launch.directories import short_directory
-from transfer_queue.launch.local import portable
+from transfer_queue.launch.local import portable, start_error
 from transfer_queue.launch.member import private_key_file
 from transfer_queue.launch.ray_actors import CONTROLLER_NAME
 from transfer_queue.launch.ray_units import (
@@ -26,7 +26,6 @@ from transfer_queue.launch.ray_units import (
     eligible_nodes,
     end_units,
     has_started,
-    start_error,
     start_unit,
 )
 from transfer_queue.sampler.registry import as_sampler
@@ -223,14 +222,14 @@ def _add_unit_here(actor: Any, connection: dict[str, Any], deadline: float) -> N
     if node not in connection["nodes"]:
         failed = answer(actor.add_unit.remote(node), deadline)
         if failed is not None:
-            raise start_error(failed)
+            raise start_error(*failed)
 
 
 def _connection(actor: Any, deadline: float) -> dict[str, Any]:
     """What the controller's actor says. Raises RayActorError if it ends, and LaunchError if it did not start."""
     said: dict[str, Any] = answer(actor.connection.remote(), deadline)
     if "failed" in said:
-        raise start_error(said["failed"])
+        raise start_error(*said["failed"])
     return said
 
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from transfer_queue import controller
-from transfer_queue.errors import ConfigError, LaunchError, RemoteError, TransferQueueError, from_wire
+from transfer_queue.errors import ConfigError, LaunchError
+from transfer_queue.launch.local import start_error
 from transfer_queue.storage.clients.ray_client import import_ray
 from transfer_queue.utils.logging_utils import get_logger
 
@@ -73,7 +74,7 @@ def has_started(unit: Any, node: str, deadline: float) -> bool:
         _log.warning("node %s of the Ray cluster has died: the queue has no storage unit there.", node)
         return False
     if failed is not None:
-        raise start_error(failed)
+        raise start_error(*failed)
     return True
 
 
@@ -97,12 +98,6 @@ def answer(asked: Any, deadline: float) -> Any:
             f"the queue's actors did not start within {START_TIMEOUT_S:.0f} s. See why with 'ray list actors': their "
             f"nodes may have ended, or lack the resources that were asked for."
         ) from None
-
-
-def start_error(failed: tuple[str, str]) -> TransferQueueError:
-    code, text = failed
-    said = f"the queue did not start: {text}"
-    return LaunchError(said) if code == RemoteError.__name__ else from_wire(code, said)
 
 
 def at_node(node: str) -> Any:
