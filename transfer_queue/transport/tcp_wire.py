@@ -77,16 +77,13 @@ class PartsReader:
         return b"".join(taken)
 
     def recvmsg_into(self, buffers: Iterable[Any]) -> tuple[int, Any, Any, Any]:
-        """See ``framing.ByteSource``."""
-        total = 0
-        for buffer in buffers:
-            at = 0
-            while self._left and at < len(buffer):
-                taken = self._take(len(buffer) - at)
-                buffer[at : at + len(taken)] = taken
-                at += len(taken)
-            total += at
-        return total, [], 0, None
+        """See ``framing.ByteSource``. It fills the first buffer only."""
+        buffer, at = next(iter(buffers)), 0
+        while self._left and at < len(buffer):
+            taken = self._take(len(buffer) - at)
+            buffer[at : at + len(taken)] = taken
+            at += len(taken)
+        return at, [], 0, None
 
     def _take(self, size: int) -> memoryview:
         taken = self._left[0][:size]
