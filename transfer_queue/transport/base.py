@@ -117,8 +117,8 @@ class Listener(Protocol):
     address: str
     """The address; for ``tcp://HOST:0`` with the port that was chosen."""
 
-    def next_deadline(self) -> float | None:
-        """When ``expire`` must be called next, in monotonic seconds."""
+    def next_deadline(self) -> float:
+        """When ``expire`` must be called next, in monotonic seconds; infinity for never."""
 
     def expire(self, now: float) -> None:
         """Do what is due."""

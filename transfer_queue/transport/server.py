@@ -133,11 +133,10 @@ class SocketServer:
                 os.eventfd_write(self._wake, 1)
 
     def _turn(self) -> None:
-        due, began = self._handler.next_deadline(), None
+        at, began = self._handler.next_deadline(), None
+        due = math.inf if at is None else at
         for listener in self._listeners:
-            at = listener.next_deadline()
-            due = at if due is None or (at is not None and at < due) else due
-        due = math.inf if due is None else due
+            due = min(due, listener.next_deadline())
         for act, ready in self._readiness.wait(max(0.0, due - time.monotonic())):
             began = began or time.monotonic()
             guarded(act, ready)

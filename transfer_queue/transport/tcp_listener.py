@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -155,8 +156,8 @@ class TcpListener:
         """Have ``_take`` called soon; from any thread."""
         os.eventfd_write(self._again, 1)
 
-    def next_deadline(self) -> float | None:
-        return self._beat_at if self._routes else None
+    def next_deadline(self) -> float:
+        return self._beat_at if self._routes else math.inf
 
     def expire(self, now: float) -> None:
         if now < self._beat_at:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import socket
 import stat
@@ -200,7 +201,7 @@ class UnixListener:
         self.server = server
         self._path = address.removeprefix(SCHEME)
         self.routes: set[UnixRoute] = set()
-        self._paused_until: float | None = None
+        self._paused_until = math.inf  # if it is not paused
         self._socket = _prepared(lambda new: _bind(new, self._path))
         readiness.add(self._socket.fileno(), self._accept)
 
@@ -214,18 +215,18 @@ class UnixListener:
             self.readiness.remove(self._socket.fileno())
             self._paused_until = time.monotonic() + _NO_ROOM_S
 
-    def next_deadline(self) -> float | None:
+    def next_deadline(self) -> float:
         return self._paused_until
 
     def expire(self, now: float) -> None:
-        if self._paused_until is not None and now >= self._paused_until:
-            self._paused_until = None
+        if now >= self._paused_until:
+            self._paused_until = math.inf
             self.readiness.add(self._socket.fileno(), self._accept)
 
     def close(self) -> None:
         for route in list(self.routes):
             route.close(quietly=True)
-        if self._paused_until is None:
+        if self._paused_until == math.inf:
             self.readiness.remove(self._socket.fileno())
         self._socket.close()
         with contextlib.suppress(OSError):  # its directory has been removed
