@@ -219,26 +219,21 @@ class _FromFunction:
         self._found: tuple[Any, BatchMeta] | None = None
 
     def receive(self) -> bool:
-        wait = _Wait(self._fetcher)
-        while not self._has_called():
+        """Call the user's function again and again, with a pause after each time that it has nothing yet."""
+        own, wait = self._fetcher, _Wait(self._fetcher)
+        assert own.custom is not None
+        while True:
+            config = dict(own.sampling_config)
+            asked = (own.client, own.data_fields, own.batch_size, own.partition, own.task_name, config, self._index)
+            data, meta = own.custom(dict(zip(_ARGUMENTS, asked, strict=True)))
+            if data is not None:
+                self._found = data, meta
+                return True
+            if own.finite and own.client.check_consumption_status(own.task_name, own.partition):
+                raise EndOfPartitionError(f"every sample of {own.partition!r} is consumed by {own.task_name!r}.")
+            own.pause(environment_number("TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL", 0.05))
             if not wait.goes_on(None):
                 return False
-        return True
-
-    def _has_called(self) -> bool:
-        """Call the user's function once. False, after a pause, if it has nothing yet."""
-        own = self._fetcher
-        assert own.custom is not None
-        config = dict(own.sampling_config)
-        asked = (own.client, own.data_fields, own.batch_size, own.partition, own.task_name, config, self._index)
-        data, meta = own.custom(dict(zip(_ARGUMENTS, asked, strict=True)))
-        if data is not None:
-            self._found = data, meta
-            return True
-        if own.finite and own.client.check_consumption_status(own.task_name, own.partition):
-            raise EndOfPartitionError(f"every sample of {own.partition!r} is consumed by {own.task_name!r}.")
-        own.pause(environment_number("TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL", 0.05))
-        return False
 
     def open(self) -> tuple[Any, BatchMeta]:
         assert self._found is not None, "received"
