@@ -238,7 +238,14 @@ class StreamingDataset(IterableDataset[Any]):
         worker = get_worker_info()
         first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
         client, should_stop = self._own_client(), self.should_stop if worker is None else is_over
-        fetch = self._fetcher(client, start, stride, should_stop)
+        config = self.sampling_config
+        if stride > 1:  # a fast worker must not take the samples of a batch that another worker waits for
+            config = {**config, "first_index": start.batch_index}
+        fetch = BatchFetcher(
+            client, start.partition_id, self.data_fields, self.batch_size, self.task_name, config, should_stop,
+            self.should_check_consumption_status, self.timeout_s, self.report_every_s, self.fetch_batch_fn,
+            start.batch_index, self._taken_rows(start),
+        )  # fmt: skip
         with closing(batch_stream(fetch, start.batch_index + first, stride, self.prefetch)) as batches:
             for batch_index, data, meta in batches:
                 is_rest = fetch.taken_rows and batch_index == start.batch_index and meta.size < (self.batch_size or 0)
@@ -249,18 +256,6 @@ class StreamingDataset(IterableDataset[Any]):
                 has_groups = getattr(meta, "heads", None) is not None  # a user's function may give something else
                 yield Bundle(batch_index, items, start.micro_batch if is_rest else 0, has_groups)
                 del data, meta, items  # otherwise they would stay alive while waiting for the next batch
-
-    def _fetcher(
-        self, client: TransferQueueClient, start: Start, num_readers: int, should_stop: Callable[[], bool] | None
-    ) -> BatchFetcher:
-        config = self.sampling_config
-        if num_readers > 1:  # a fast worker must not take the samples of a batch that another worker waits for
-            config = {**config, "first_index": start.batch_index}
-        return BatchFetcher(
-            client, start.partition_id, self.data_fields, self.batch_size, self.task_name, config, should_stop,
-            self.should_check_consumption_status, self.timeout_s, self.report_every_s, self.fetch_batch_fn,
-            start.batch_index, self._taken_rows(start),
-        )  # fmt: skip
 
     def _taken_rows(self, start: Start) -> int:
         """Rows of the first batch that were already taken, if it was cut into equal micro-batches; else 0."""
