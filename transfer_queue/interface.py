@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from transfer_queue import own_files
@@ -96,12 +97,9 @@ def _start_or_join(merged: DictConfig) -> None:
 
 def _join(address: str, key_file: str | None = None) -> tuple[TransferQueueClient, Any]:
     info = ZMQServerInfo("controller", "controller", ports={"request_handle_socket": address}, key_file=key_file)
-    first = TransferQueueClient(client_id(), info)
-    try:
+    with closing(TransferQueueClient(client_id(), info)) as first:
         plain = first.get_config()
         near = _own_socket(first) if address.startswith("tcp://") else None
-    finally:
-        first.close()
     conf = _seen_from_here(_with_objects(plain), near or address, key_file)
     if near is not None:
         conf.address = address

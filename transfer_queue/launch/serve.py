@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,8 +130,5 @@ def _check_of_units(backend: str) -> None:
 
 def _config_of(address: str, key_file: str | None) -> dict[str, Any]:
     """The configuration of the queue at this address."""
-    session = Session("server", Peer("controller", address), key_file)
-    try:
+    with closing(Session("server", Peer("controller", address), key_file)) as session:
         return run_blocking(session.plain_config())
-    finally:
-        session.close()
