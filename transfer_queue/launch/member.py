@@ -34,12 +34,8 @@ class MemberServer(Servers):
         super().__init__()
         try:
             conf.key_file = private_key_file(self._directory, keys)
-            orders = replace(
-                member_orders(conf, join, self._directory),
-                unit=name,
-                capacity_bytes=capacity_nbytes,
-                parent=os.getpid(),
-            )
+            orders = member_orders(conf, join, self._directory, capacity_nbytes)
+            orders = replace(orders, unit=name, parent=os.getpid())
             process = self._spawn()
             send_orders(process, orders)
             self.address: str = await_ready(process)["listening"]

@@ -53,7 +53,8 @@ def serve(
     merged = merge(conf)
     where = short_directory("tq-") if directory is None else own_directory(directory)
     try:
-        orders = member_orders(merged, join, where) if join else _first(merged, where)
+        memory = typed(merged).backend.SimpleStorage.memory_bytes()
+        orders = member_orders(merged, join, where, memory) if join else _first(merged, where, memory)
         try:
             main(orders, lambda remote, metrics: ready(orders.address, remote, metrics))
         except TransferQueueError:
@@ -81,8 +82,8 @@ def own_directory(path: str) -> str:
     return str(absolute)
 
 
-def _first(conf: DictConfig, directory: str) -> Orders:
-    """Orders for a controller with a unit."""
+def _first(conf: DictConfig, directory: str, memory: int | None) -> Orders:
+    """Orders for a controller with a unit, whose values have at most so many bytes."""
     config = typed(conf)
     _check_of_units(conf.backend.storage_backend)
     sampler = portable(conf.controller.sampler)
@@ -92,14 +93,16 @@ def _first(conf: DictConfig, directory: str) -> Orders:
     conf = with_servers(conf, address, {"unit0": address}, dict.fromkeys(("controller", "unit0"), os.getpid()))
     if config.listen is not None:
         conf.key_file = keys_for(config, directory)
-    memory = config.backend.SimpleStorage.memory_bytes()
     warn_of_memory(memory)
     orders = orders_for(conf, address, directory, memory)
     return replace(orders, controller=True, unit="unit0", sampler=sampler)
 
 
-def member_orders(conf: DictConfig, join: str, directory: str) -> Orders:
-    """Orders for a unit that joins a queue. Raises QueueUnreachableError if no controller answers at ``join``."""
+def member_orders(conf: DictConfig, join: str, directory: str, memory: int | None) -> Orders:
+    """Orders for a unit that joins a queue. Raises QueueUnreachableError if no controller answers at ``join``.
+
+    ``memory``: most bytes of its values; None: no limit.
+    """
     config = typed(conf)
     if join.startswith("tcp://") and config.key_file is None and config.encryption == "curve":
         raise ConfigError("--join needs the queue's key file: copy the one of the first server here (--key-file).")
@@ -114,7 +117,6 @@ def member_orders(conf: DictConfig, join: str, directory: str) -> Orders:
     name = f"{socket.gethostname()}-{os.getpid()}"
     running = with_servers(running, join, {"unit0": join}, {}, key_file)
     running.listen, running.key_file = config.listen, key_file
-    memory = config.backend.SimpleStorage.memory_bytes()
     warn_of_memory(memory)
     orders = orders_for(running, f"ipc://{directory}/unit", directory, memory)
     return replace(orders, unit=name, join=join)
