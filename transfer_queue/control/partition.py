@@ -12,6 +12,7 @@ from transfer_queue.control.consumer import Consumer
 from transfer_queue.control.groups import Groups
 from transfer_queue.control.keys_and_tags import KeyMap, TagStore
 from transfer_queue.control.listed_keys import ListedKeys
+from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.rows import (
     PUBLISHED,
     IndexAllocator,
@@ -59,9 +60,9 @@ class Partition:
         self.num_withdrawn = 0
         """Samples that were published and no longer count as such, because their put was cancelled."""
         self.num_rewrites = 0
-        self.num_free = 0
+        self.free = ReadySet()
+        """Rows that were pre-allocated for the next inserts."""
         self.num_reserved = 0
-        self._first_free = 0  # no row below it is free
         self.missing_free = 0
         """While it is loaded: pre-allocated samples that writers had reserved, and that are made anew."""
         self.num_puts = 0
@@ -76,7 +77,7 @@ class Partition:
     @property
     def num_used(self) -> int:
         """Samples and reservations, which count towards the capacity."""
-        return self.table.size - self.table.num_dead - self.num_free
+        return self.table.size - self.table.num_dead - self.free.count
 
     @property
     def is_final(self) -> bool:
@@ -102,12 +103,14 @@ class Partition:
             self.check_open(count)
         if self.table.copies:
             self.table.copies.make()
-        has_begun = self.num_free or self.table.size or self.num_published
+        has_begun = self.free.count or self.table.size or self.num_published
         if self.preallocate > 1 and not has_begun:
             self.make_free(self.preallocate)
         at: Rows | slice
-        if self.num_free:
-            rows = self._take_free(count)
+        if self.free.count:
+            rows = self.free.first(count)
+            self.free.discard(rows)
+            self.table.column("state")[rows] = RowState.RESERVED_FREE
             missing = self._allocator.allocate(count - len(rows))
             at = rows = np.concatenate([rows, self.table.append(missing, RowState.RESERVED)])
         else:
@@ -129,7 +132,7 @@ class Partition:
     @property
     def takes_whole_puts(self) -> bool:
         """Whether new samples are rows at the end, because none was made for them."""
-        return not self.num_free and (self.preallocate < 2 or bool(self.table.size))
+        return not self.free.count and (self.preallocate < 2 or bool(self.table.size))
 
     def add(
         self, indexes: Indexes, specs: Mapping[str, FieldSpec], tags: Mapping[int, Tags], now: float,
@@ -152,21 +155,7 @@ class Partition:
 
     def make_free(self, count: int) -> None:
         """Pre-allocate samples for the next inserts."""
-        self.table.append(self._allocator.allocate(count), RowState.FREE)
-        self.num_free += count
-
-    def _take_free(self, count: int) -> Rows:
-        state, found, missing = self.table.column("state"), [], min(count, self.num_free)
-        while missing:
-            chunk = state[self._first_free : self._first_free + max(_CHUNK, count)]
-            rows = (chunk == RowState.FREE).nonzero()[0][:missing] + self._first_free
-            missing -= len(rows)
-            found.append(rows)
-            self._first_free = self._first_free + len(chunk) if missing else int(rows[-1]) + 1
-        taken = np.concatenate(found)
-        state[taken] = RowState.RESERVED_FREE
-        self.num_free -= len(taken)
-        return taken
+        self.free.add(self.table.append(self._allocator.allocate(count), RowState.FREE))
 
     def rows_of(self, indexes: Indexes) -> Rows:
         """Rows of indexes that must exist. Raises SampleClearedError that names missing ones."""
@@ -185,7 +174,7 @@ class Partition:
     ) -> Rows:  # fmt: skip
         """Make fields readable; reserved rows become samples, or heads. Returns the rows. All or nothing."""
         rows = self.rows_of(indexes)
-        if self.num_free and (self.table.column("state")[rows] == RowState.FREE).any():
+        if self.free.count and self.free.contains(rows).any():
             raise InvalidRequestError(f"partition {self.name!r}: pre-allocated samples must be inserted before a put.")
         self.schema.check(specs, self.name, len(rows))
         if self.table.copies:
@@ -261,8 +250,8 @@ class Partition:
         """Allow no more samples. Active writes may still publish; unused pre-allocated rows are deleted."""
         self.table.copies.make()
         self.sealed = True
-        if self.num_free:
-            self._release((self.table.column("state") == RowState.FREE).nonzero()[0])
+        if self.free.count:
+            self._release(self.free.all_rows())
 
     def has_reserved(self, indexes: Indexes) -> bool:
         """Whether one of these is reserved and not published."""
@@ -311,25 +300,24 @@ class Partition:
 
     def _release(self, rows: Rows) -> Indexes:
         """Release rows. Row numbers stay valid until the caller compacts."""
-        state = self.table.column("state")[rows]
-        num_free = int(np.count_nonzero(state == RowState.FREE))
-        self.num_free -= num_free
+        state, num_used = self.table.column("state")[rows], self.num_used
         self.num_live -= int(np.count_nonzero(state == RowState.LIVE))
         self.num_reserved -= int(np.count_nonzero(_RESERVED[state]))
-        self._allocator.num_used -= len(rows) - num_free
         indexes: Indexes = self.table.column("index")[rows].copy()
         if len(self.keys):
             self.listed.removing(rows)
             self.keys.unbind(indexes.tolist())
         self.tags.delete(rows)
         self.schema.count_deleted(rows)
+        self.free.discard(rows)
         self.table.mark_dead(rows)
+        self._allocator.num_used -= num_used - self.num_used
         return indexes
 
     def _compact_if_due(self) -> None:
         if self.table.wants_compaction():
             self.table.compact()
-            self._first_free = 0
+            self.free = ReadySet(self.table.column("state") == RowState.FREE)
             self.listed.rebuild()
             if self.groups is not None:
                 self.groups.rebuild()
@@ -410,12 +398,12 @@ class Partition:
     def lacks_inserts(self) -> bool:
         """Whether some pre-allocated samples haven't been inserted yet."""
         return bool(
-            self.num_free or (self.num_reserved and (self.table.column("state") == RowState.RESERVED_FREE).any())
+            self.free.count or (self.num_reserved and (self.table.column("state") == RowState.RESERVED_FREE).any())
         )
 
     def is_exhausted(self, consumer: Consumer, unmatched: int) -> bool:
         """Whether there are samples, none is still to come, and the task consumed all but ``unmatched``."""
-        under_way = self.num_free or self.num_reserved or (self.num_samples is not None and not self.sealed)
+        under_way = self.free.count or self.num_reserved or (self.num_samples is not None and not self.sealed)
         return bool(self.num_live) and not under_way and consumer.num_unconsumed == unmatched
 
     def all_inserted(self) -> bool:
@@ -482,9 +470,8 @@ class Partition:
         index, state = self.table.column("index"), self.table.column("state")
         assert (np.diff(index) > 0).all(), "indexes ascend"
         assert int((state == RowState.LIVE).sum()) == self.num_live, "live rows are counted"
-        assert int((state == RowState.FREE).sum()) == self.num_free, "free rows are counted"
         assert int(_RESERVED[state].sum()) == self.num_reserved, "reserved rows are counted"
-        assert not (state[: self._first_free] == RowState.FREE).any(), "the first free row is known"
+        self.free.check_invariants((state == RowState.FREE).nonzero()[0])
         assert int((state == RowState.DEAD).sum()) == self.table.num_dead, "dead rows are counted"
         known = set(index[state != RowState.DEAD].tolist())
         assert known.issuperset(self.tags), "tags belong to rows"

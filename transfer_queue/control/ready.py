@@ -30,7 +30,7 @@ class ReadySet:
     def __init__(self, ready: npt.NDArray[np.bool_] | None = None) -> None:
         """``ready``: the rows that are ready from the start."""
         given = 0 if ready is None else len(ready)
-        num_blocks = given // _BLOCK + 1
+        num_blocks = -(-given // _BLOCK)
         self._mask = np.zeros(num_blocks * _BLOCK, dtype=np.bool_)
         if ready is not None:
             self._mask[:given] = ready

@@ -74,10 +74,10 @@ class Restored:
         for name in _PUT_COLUMNS:
             table.column(name)[start:] = np.frombuffer(getattr(saved, name), dtype="<i4")
         num_live = int(np.count_nonzero(state == RowState.LIVE))
-        num_free = int(np.count_nonzero(state == RowState.FREE))
+        free = rows[state == RowState.FREE]
         partition.num_live += num_live
-        partition.num_free += num_free
-        self.allocator.num_used += len(rows) - num_free
+        partition.free.add(free)
+        self.allocator.num_used += len(rows) - len(free)
         partition.schema.load(saved.fields, start)
         self._name(partition, saved, index)
         tagged = unpack_indexes(saved.tagged)
