@@ -5,20 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from enum import Enum
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import msgspec
 
 from transfer_queue.calls.wait import Wait
-from transfer_queue.protocol import Done, Reply, Request
+from transfer_queue.protocol import Reply, Request
 
 Steps = Generator[Wait | None, Any, Reply]
 """A call that takes several steps. It yields what it waits for, and is sent the reply to that. It yields None where the
 rest of its work may be done in a later turn."""
-
-
-RECEIVED: Final = Done(0, "received")
-"""Stands for the reply of a call whose client has it."""
 
 
 class Until(Enum):
@@ -62,7 +58,8 @@ class Effect(Holding):
 class Call:
     """A request under way, or one whose answer or holdings are kept.
 
-    ``envelope``: where the answer goes. ``values``: frames that travel with the answer. ``is_registered``: whether its
+    ``envelope``: where the answer goes. ``reply``: the answer, until the client has it. ``values``: frames that travel
+    with it. ``is_registered``: whether its
     session has it in its table, because it waits, goes on, or holds something.
     """
 
@@ -89,10 +86,6 @@ class Call:
     @property
     def is_under_way(self) -> bool:
         return self.wait is not None or self.steps is not None
-
-    @property
-    def has_unreceived_reply(self) -> bool:
-        return self.reply is not None and self.reply is not RECEIVED
 
 
 class Answer(msgspec.Struct, frozen=True):

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from transfer_queue.calls.call import RECEIVED, Answer, Call, Holding, Steps, Until
+from transfer_queue.calls.call import Answer, Call, Holding, Steps, Until
 from transfer_queue.calls.turn import Turn
 from transfer_queue.calls.wait import MORE, Wait, Waits
 from transfer_queue.errors import ProtocolError, TransferQueueError, to_wire
@@ -52,7 +52,7 @@ class Calls:
         """Requests that may be further steps of a call that was answered. They reply or wait, and have no steps."""
         self.faults: list[BaseException] = []
         """What should not have failed: bugs, and foreign code. Its owner logs them and empties the list."""
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: defaultdict[str, _Session] = defaultdict(_Session)
         self._ended: dict[str, None] = {}
         self._jobs: deque[Job | Call] = deque()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
@@ -79,7 +79,7 @@ class Calls:
         same = under_way.kind is call.kind
         if same and known.is_under_way:
             under_way.envelope = call.envelope
-        elif same and known.reply is not None and known.reply is not RECEIVED:
+        elif same and known.reply is not None:
             self._answers.append(Answer(call, call.request, call.envelope, known.reply, known.values))
         elif call.kind in self.steps and not known.is_under_way:
             return False
@@ -159,10 +159,7 @@ class Calls:
         """The call as others find it. A further step belongs to the call that it goes on with."""
         if call.is_registered:
             return call
-        session = self._sessions.get(call.client)
-        if session is None:
-            session = self._sessions[call.client] = _Session()
-        known = session.calls.setdefault(call.number, call)
+        known = self._sessions[call.client].calls.setdefault(call.number, call)
         call.is_registered = known is call
         return known
 
@@ -177,7 +174,7 @@ class Calls:
     def hold(self, call: Call, holding: Holding) -> None:
         """The call has taken this. A further step of a call adds to what the call holds."""
         if holding.until is Until.SESSION:
-            self._sessions.setdefault(call.client, _Session()).holdings.append(holding)
+            self._sessions[call.client].holdings.append(holding)
         else:
             (call if call.is_registered else self._register(call)).holdings.append(holding)
 
@@ -249,7 +246,7 @@ class Calls:
             if call is None or call.wait is not None or call.steps is not None:
                 continue
             if until is Until.RECEIVED:
-                call.reply, call.values = RECEIVED, ()
+                call.reply, call.values = None, ()
             for each in list(call.holdings):
                 if each.until is until:
                     call.holdings.remove(each)
@@ -283,8 +280,7 @@ class Calls:
         """A further step of this call is not waited for any more."""
         call = self.find(client, number)
         if call is not None and call.wait is not None:
-            self.waits.remove(call.wait)
-            call.wait = None
+            self._stop(call)
             self.forget_if_over(call)
 
     def _undo(self, holdings: list[Holding]) -> bool:

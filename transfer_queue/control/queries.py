@@ -177,7 +177,7 @@ def _clients(state: PlaneState) -> dict[str, dict[str, int]]:
             "leaves": sum(isinstance(each, Permit) and each.replaces() for each in held),
             "freezes": sum(isinstance(each, Freezing) for each in held),
             "parked": sum(call.wait is not None for call in calls),
-            "unreceived": sum(call.has_unreceived_reply for call in calls),
+            "unreceived": sum(call.reply is not None for call in calls),
         }  # fmt: skip
     return clients
 

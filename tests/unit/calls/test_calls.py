@@ -102,7 +102,7 @@ def test_an_answer_that_was_received_is_not_given_again(room):
     room.received("c", [1])
     refused(room.asks(1), "ProtocolError")
     call = room.find("c", 1)
-    assert (call.values, call.has_unreceived_reply) == ((), False), "nor kept"
+    assert (call.values, call.reply) == ((), None), "nor kept"
 
 
 def test_an_answered_call_keeps_its_answer_and_nothing_of_its_request(room):

@@ -245,7 +245,7 @@ def test_what_was_received_is_not_undone(plane):
 def test_what_a_call_reserved_stays_the_clients_until_the_call_is_completed_cancelled_or_its_session_ends(plane):
     reserved = ask(plane, ROLLOUT, p.Reserve, "p", 2)
     plane.received(ROLLOUT, [reserved.id])
-    assert not plane.calls.find(ROLLOUT, reserved.id).has_unreceived_reply
+    assert plane.calls.find(ROLLOUT, reserved.id).reply is None
     plane.client_gone(ROLLOUT, 0.0)
     assert (held(plane), chores(plane)) == (0, [0, 1])
 

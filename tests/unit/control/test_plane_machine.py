@@ -176,7 +176,7 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
         """The same call again: the same answer, once."""
         client, call = data.draw(st.sampled_from(sorted(self.answered)), "call")
         known = self.plane.calls.find(client, call)
-        if known is not None and known.has_unreceived_reply:
+        if known is not None and known.reply is not None:
             answer = self.answered[client, call]
             (to,) = self.plane.handle(client, answer.request, self.now)
             assert to == (client, answer.reply)
