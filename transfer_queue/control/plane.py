@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from transfer_queue import protocol as p
-from transfer_queue.calls import Answer, Call, Calls, Steps, Verb, Wait
+from transfer_queue.calls import Answer, Call, Calls, Steps, Wait
 from transfer_queue.control import (
     checkpoints,
     fetches,
@@ -25,6 +25,8 @@ from transfer_queue.control import (
 from transfer_queue.control.serving import Unread
 from transfer_queue.control.state import PlaneConfig, PlaneState
 
+PlaneVerb = Callable[[Call, Any], "p.Reply | Wait | Steps"]
+"""A verb of the control plane, which always replies."""
 _VERBS: dict[type[p.Request], Callable[[PlaneState, Call, Any], p.Reply | Wait | Steps]] = {
     p.CreatePartition: lifecycle.create,
     p.SealPartition: lifecycle.seal,
@@ -89,7 +91,9 @@ class ControlPlane:
         self.calls = calls or Calls()
         self.state = PlaneState(config or PlaneConfig(), self.calls)
         self.state.leases.lost = partial(group_work.lost, self.state)
-        self.verbs: dict[type[p.Request], Verb] = {kind: partial(verb, self.state) for kind, verb in _VERBS.items()}
+        self.verbs: dict[type[p.Request], PlaneVerb] = {
+            kind: partial(verb, self.state) for kind, verb in _VERBS.items()
+        }
         self.verbs |= {p.Cancel: self._cancel, p.EvictClient: self._evict}
         self.calls.verbs |= self.verbs
         self.calls.steps.add(p.Publish)

@@ -16,8 +16,7 @@ import msgspec
 from transfer_queue import protocol as p
 from transfer_queue.calls import PIECE, Answer, Call, Calls, Effect, Steps, Turn, Verb, replied
 from transfer_queue.control import fetches, lifecycle, memberships, queries, writing
-from transfer_queue.control.checkpoints import restore, thaw
-from transfer_queue.control.plane import ControlPlane
+from transfer_queue.control.plane import ControlPlane, PlaneVerb
 from transfer_queue.errors import InvalidRequestError, ProtocolError, StorageFullError, TransferQueueError, to_wire
 from transfer_queue.server.janitor import Janitor
 from transfer_queue.server.meter import Meter
@@ -30,6 +29,7 @@ from transfer_queue.utils.logging_utils import get_logger
 
 _log = get_logger(__name__)
 _decode = p.message_decoder(*get_args(UnitRequest))
+_CLEARS: tuple[type[p.Request], ...] = (p.ClearSamples, p.ClearConsumed, p.ClearPartition, p.Thaw, p.Restore)
 _UNENCODABLE = (TypeError, ValueError, OverflowError, RecursionError, MemoryError, msgspec.MsgspecError)
 
 
@@ -70,8 +70,8 @@ class Front:
         verbs = {**({} if plane is None else plane.verbs), **({} if unit is None else unit.verbs)}
         verbs |= {p.Hello: self._hello, p.Goodbye: self._goodbye, p.Cancel: self._cancel}
         if plane is not None and unit is not None:
-            verbs |= {p.Put: self._put, p.Fetch: self._fetch, p.Publish: self._publish}
-            verbs |= {kind: self._clearing(clear) for kind, clear in _CLEARS.items()}
+            verbs |= {kind: self._clearing(plane.verbs[kind]) for kind in _CLEARS}
+            verbs |= _Both(plane, unit, self.meter).verbs
         if plane is not None:
             verbs |= {p.EvictClient: self._evict, p.GetStats: self._stats, p.JoinUnit: self._join_unit}
         if unit is not None:
@@ -176,119 +176,15 @@ class Front:
         held_up_by = self.plane.held_up_by()
         return reply if held_up_by in reply.text else p.Failed(reply.id, reply.code, f"{reply.text} {held_up_by}")
 
-    # ---- composed calls ----
+    # ---- clears ----
 
-    def _put(self, call: Call, put: p.Put) -> p.Reply | Steps:
-        """Reserve (or check, or resolve keys), store, publish. Nothing is visible before the last of them.
-
-        Plain new samples take nothing beforehand where there is room for them and their values: it is one step then.
-        """
-        assert self.plane is not None
-        assert self.unit is not None
-        begin = put.begin
-        if begin.id != put.id:
-            raise ProtocolError(f"call {put.id} is a put that begins with call {begin.id}: a put is one call.")
-        columns = self._columns(call, put.write) if put.write else None
-        if (
-            columns is not None and isinstance(begin, p.Reserve)
-            and writing.takes_now(self.plane.state, call, begin) and self.unit.takes_now(call, columns)
-        ):  # fmt: skip
-            return self._put_now(call, put, begin, columns)
-        return self._put_in_steps(call, put, columns)
-
-    def _put_now(self, call: Call, put: p.Put, begin: p.Reserve, columns: Columns) -> p.Reply:
-        """All of it in one step, of which an error leaves nothing."""
-        assert self.plane is not None
-        assert self.unit is not None
-        indexes = self.plane.state.allocator.allocate(begin.count)
-        tags = _by_index(put.tags, indexes) if put.tags else {}
-        try:
-            self.unit.store_new(call, indexes, columns)
-            return writing.add(self.plane.state, call, begin, indexes, tags)
-        except BaseException:
-            self.unit.delete(indexes)
-            raise
-
-    def _put_in_steps(self, call: Call, put: p.Put, columns: Columns | None) -> Steps:
-        assert self.plane is not None
-        assert self.unit is not None
-        state, begin = self.plane.state, put.begin
-        first = (
-            writing.write(state, call, begin) if isinstance(begin, p.Reserve) else writing.rewrite(state, call, begin)
-        )
-        if not isinstance(first, p.Reply):
-            first = yield from replied(first)
-        if isinstance(first, p.Failed):
-            return first
-        indexes: bytes = begin.indexes if isinstance(begin, p.CheckFields) else first.indexes  # type: ignore[attr-defined]
-        if columns is not None:
-            fresh = isinstance(begin, p.Reserve)
-            wait_s = max(0.0, call.since + begin.wait_s - self.calls.now)
-            written = self.unit.write(call, Write(put.id, indexes, columns, wait_s, fresh))
-            if not isinstance(written, p.Reply):
-                written = yield from replied(written)
-            if isinstance(written, p.Failed):
-                return written
-        published = writing.publish(state, call, _publication(put, indexes))
-        self.calls.take(call.client, call.number, StoredRows)
-        if not isinstance(begin, p.Reserve):
-            for over in self.calls.take(call.client, call.number, writing.Committing):
-                self.unit.commit(call.client, call.number)
-                over.keep()
-                self.calls.hold(call, Effect())
-        return published if isinstance(begin, p.ResolveKeys) else first
-
-    def _columns(self, call: Call, data: bytes) -> Columns:
-        """What a put stores. The memory that it leased ends with the put, whatever becomes of that."""
-        columns = decode_columns(data)
-        if not columns.lease:
-            return columns
-        for lease in self.calls.take(call.client, columns.lease, MemoryLease):
-            self.calls.hold(call, lease)
-        return msgspec.structs.replace(columns, lease=call.number)
-
-    def _publish(self, call: Call, publish: p.Publish) -> p.Reply:
-        """A write in steps is visible: what it stored in this process stays."""
-        assert self.plane is not None
-        assert self.unit is not None
-        reply = writing.publish(self.plane.state, call, publish)
-        self.calls.take(call.client, publish.completes, StoredRows)
-        self.unit.commit(call.client, publish.completes)
-        return reply
-
-    def _fetch(self, call: Call, fetch: p.Fetch) -> Any:
-        """Draw a batch; with values, read them, too."""
-        assert self.plane is not None
-        drawn = fetches.fetch(self.plane.state, call, fetch)
-        return self._with_values(call, fetch, drawn) if fetch.with_values else drawn
-
-    def _with_values(self, call: Call, fetch: p.Fetch, drawn: Any) -> Steps:
-        """A batch that can't be read is returned to its task."""
-        assert self.unit is not None
-        batch = drawn if isinstance(drawn, p.Reply) else (yield from replied(drawn))
-        if not isinstance(batch, p.Batch) or not batch.indexes or not batch.lies_in_front:
-            return batch  # some values lie in other units, where the client reads them
-        read = Read(fetch.id, batch.indexes, sorted(set(fetch.fields)), fetch.mapped)
-        rows = self.unit.read(call, read)
-        if not isinstance(rows, p.Reply):
-            rows = yield from replied(rows)
-        if isinstance(rows, Rows):
-            self.meter.reads(rows, call.values)
-            call.values = [p.encode(rows), *call.values]
-            return batch
-        return rows
-
-    def _clearing(self, clear: Callable[[Any, Call, Any], p.Reply]) -> Callable[[Call, Any], Steps]:
+    def _clearing(self, clear: PlaneVerb) -> Verb:
         """The verb that also deletes the values of what it clears."""
 
         def verb(call: Call, request: p.Request) -> Steps:
-            assert self.plane is not None
-            cleared = clear(self.plane.state, call, request)
+            cleared = yield from replied(clear(call, request))
             if isinstance(cleared, p.Cleared):
-                indexes = p.unpack_indexes(cleared.indexes)
-                if self._janitor is not None and len(indexes):
-                    self._janitor.delete(indexes)
-                yield from self._deleting(indexes)
+                yield from self._deleting(p.unpack_indexes(cleared.indexes))
                 self.calls.take(call.client, call.number, lifecycle.Clearing)
                 self.calls.hold(call, Effect())
             return cleared
@@ -296,7 +192,11 @@ class Front:
         return verb
 
     def _deleting(self, indexes: p.Indexes) -> Iterator[None]:
-        assert self.unit is not None
+        """Delete the values of these samples: in this process a piece at a time."""
+        if self._janitor is not None and len(indexes):
+            self._janitor.delete(indexes)
+        if self.unit is None:
+            return
         for start in range(0, len(indexes), PIECE):
             if start:
                 yield
@@ -336,12 +236,9 @@ class Front:
             if self._janitor is not None:
                 self._janitor.end_write(client, number, published)
         for unused in self.plane.take_unused():
-            if self._janitor is not None:
-                self._janitor.delete(unused)
-            if self.unit is not None:
-                guarded(self.unit.delete, unused[:PIECE])
-                if len(unused) > PIECE:
-                    self.calls.later(self._deleting(unused[PIECE:]))
+            deleting = self._deleting(unused)
+            guarded(next, deleting, None)
+            self.calls.later(deleting)
         return self.calls.work()
 
     # ---- small verbs ----
@@ -399,13 +296,96 @@ class Front:
         return msgspec.structs.replace(self.unit.stats(), id=request.id, metrics=metrics)
 
 
-_CLEARS: dict[type[p.Request], Callable[[Any, Call, Any], p.Reply]] = {
-    p.ClearSamples: lifecycle.clear_samples,
-    p.ClearConsumed: lifecycle.clear_consumed,
-    p.ClearPartition: lifecycle.clear_partition,
-    p.Thaw: thaw,
-    p.Restore: restore,
-}
+class _Both:
+    """What a server with control plane and storage unit makes of both."""
+
+    def __init__(self, plane: ControlPlane, unit: StorageUnit, meter: Meter) -> None:
+        self._plane, self._unit, self._meter = plane, unit, meter
+        self.verbs: dict[type[p.Request], Verb] = {
+            p.Put: self._put, p.Fetch: self._fetch, p.Publish: self._publish,
+        }  # fmt: skip
+
+    def _put(self, call: Call, put: p.Put) -> p.Reply | Steps:
+        """Reserve (or check, or resolve keys), store, publish. Nothing is visible before the last of them.
+
+        Plain new samples take nothing beforehand where there is room for them and their values: it is one step then.
+        """
+        begin = put.begin
+        if begin.id != put.id:
+            raise ProtocolError(f"call {put.id} is a put that begins with call {begin.id}: a put is one call.")
+        columns = self._columns(call, put.write) if put.write else None
+        if (
+            columns is not None and isinstance(begin, p.Reserve)
+            and writing.takes_now(self._plane.state, call, begin) and self._unit.takes_now(call, columns)
+        ):  # fmt: skip
+            return self._put_now(call, put, begin, columns)
+        return self._put_in_steps(call, put, columns)
+
+    def _put_now(self, call: Call, put: p.Put, begin: p.Reserve, columns: Columns) -> p.Reply:
+        """All of it in one step, of which an error leaves nothing."""
+        indexes = self._plane.state.allocator.allocate(begin.count)
+        tags = _by_index(put.tags, indexes) if put.tags else {}
+        try:
+            self._unit.store_new(call, indexes, columns)
+            return writing.add(self._plane.state, call, begin, indexes, tags)
+        except BaseException:
+            self._unit.delete(indexes)
+            raise
+
+    def _put_in_steps(self, call: Call, put: p.Put, columns: Columns | None) -> Steps:
+        begin = put.begin
+        first = yield from replied(self._plane.verbs[type(begin)](call, begin))
+        if isinstance(first, p.Failed):
+            return first
+        indexes: bytes = begin.indexes if isinstance(begin, p.CheckFields) else first.indexes  # type: ignore[attr-defined]
+        if columns is not None:
+            fresh = isinstance(begin, p.Reserve)
+            wait_s = max(0.0, call.since + begin.wait_s - self._plane.calls.now)
+            written = yield from replied(self._unit.write(call, Write(put.id, indexes, columns, wait_s, fresh)))
+            if isinstance(written, p.Failed):
+                return written
+        published = writing.publish(self._plane.state, call, _publication(put, indexes))
+        self._plane.calls.take(call.client, call.number, StoredRows)
+        if not isinstance(begin, p.Reserve):
+            for over in self._plane.calls.take(call.client, call.number, writing.Committing):
+                self._unit.commit(call.client, call.number)
+                over.keep()
+                self._plane.calls.hold(call, Effect())
+        return published if isinstance(begin, p.ResolveKeys) else first
+
+    def _columns(self, call: Call, data: bytes) -> Columns:
+        """What a put stores. The memory that it leased ends with the put, whatever becomes of that."""
+        columns = decode_columns(data)
+        if not columns.lease:
+            return columns
+        for lease in self._plane.calls.take(call.client, columns.lease, MemoryLease):
+            self._plane.calls.hold(call, lease)
+        return msgspec.structs.replace(columns, lease=call.number)
+
+    def _publish(self, call: Call, publish: p.Publish) -> p.Reply:
+        """A write in steps is visible: what it stored in this process stays."""
+        reply = writing.publish(self._plane.state, call, publish)
+        self._plane.calls.take(call.client, publish.completes, StoredRows)
+        self._unit.commit(call.client, publish.completes)
+        return reply
+
+    def _fetch(self, call: Call, fetch: p.Fetch) -> Any:
+        """Draw a batch; with values, read them, too."""
+        drawn = fetches.fetch(self._plane.state, call, fetch)
+        return self._with_values(call, fetch, drawn) if fetch.with_values else drawn
+
+    def _with_values(self, call: Call, fetch: p.Fetch, drawn: Any) -> Steps:
+        """A batch that can't be read is returned to its task."""
+        batch = yield from replied(drawn)
+        if not isinstance(batch, p.Batch) or not batch.indexes or not batch.lies_in_front:
+            return batch  # some values lie in other units, where the client reads them
+        read = Read(fetch.id, batch.indexes, sorted(set(fetch.fields)), fetch.mapped)
+        rows = yield from replied(self._unit.read(call, read))
+        if isinstance(rows, Rows):
+            self._meter.reads(rows, call.values)
+            call.values = [p.encode(rows), *call.values]
+            return batch
+        return rows
 
 
 def _publication(put: p.Put, indexes: bytes) -> p.Publish:
