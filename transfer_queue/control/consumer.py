@@ -222,11 +222,6 @@ class Consumer:
         self._undrawn_with.clear()
         self.rebuild()
 
-    def drop_columns(self) -> None:
-        """Delete the task's columns from the table."""
-        for name in self.columns:
-            self._table.drop_column(name)
-
     def rebuild(self) -> None:
         """Row numbers changed: rebuild the ready sets on next use."""
         self._ready.clear()

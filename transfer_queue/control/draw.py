@@ -157,7 +157,7 @@ class PartitionView:
 
     @property
     def keys_mapping(self) -> dict[str, int]:
-        return self._partition.keys.mapping()
+        return dict(self._partition.keys.items())
 
     def get_custom_meta(self, indexes: Iterable[int]) -> dict[int, Tags]:
         """Tags of samples; ``{}`` for a sample without tags."""
@@ -243,19 +243,18 @@ class Draw:
 
     def _by_rank(self) -> list[Share] | None:
         """Ask the sampler for one rank after the other."""
-        ready = self.ready
         taken: list[Share] = []
         try:
             for rank in self.ranks:
-                share = self._share(rank, ready)
+                share = self._share(rank)
                 if share is None:
                     return None
                 taken.append(share)
                 if len(taken) < len(self.ranks):
-                    ready.hide(share.consumed)  # the next rank must draw from the others
+                    self.ready.hide(share.consumed)  # the next rank must draw from the others
         finally:
             if len(self.ranks) > 1:
-                ready.unhide()
+                self.ready.unhide()
             # The ledger will know this round, or it is no round.
             self.sampler.forget(self.partition.name, self.consumer.task, self.batch_index)
         return taken
@@ -281,14 +280,14 @@ class Draw:
             arguments.update(dp_rank=rank, batch_index=self.batch_index)
         return arguments
 
-    def _share(self, rank: int | None, ready: ReadySet) -> Share | None:
-        offered: Any = ReadyView(ready, self.partition.table.column("index"))
+    def _share(self, rank: int | None) -> Share | None:
+        offered: Any = ReadyView(self.ready, self.partition.table.column("index"))
         arguments = self._arguments(rank)
         arguments["partition"] = self._seen
         own = _draws_rounds(type(self.sampler))
         if not own:  # users' samplers were promised a list, which they may change
-            ready.listed = ready.listed or list(offered)
-            offered = ready.listed.copy()
+            self.ready.listed = self.ready.listed or list(offered)
+            offered = self.ready.listed.copy()
         picked, consumed = self.sampler(offered, self.batch_size, **_accepted(self.sampler, arguments))
         same = type(picked) is list and type(consumed) is list and picked == consumed
         indexes = self._as_indexes(picked)

@@ -21,8 +21,6 @@ from transfer_queue.control.writing import writers_of
 from transfer_queue.diagnosis import end_of_producer
 from transfer_queue.errors import InvalidRequestError, ProducersGoneError
 
-_MOST_NAMED = 5
-
 
 def fetch(state: PlaneState, call: Call, request: p.Fetch) -> p.Reply | Wait:
     """Try to answer at once. No fetch draws before one that waits in front of it."""
@@ -144,7 +142,7 @@ class _Reader:
             reply = msgspec.structs.replace(reply, groups=group_numbers(self._state, served.partition, now))
         if not served.partition.num_reserved:
             return reply
-        owed_by = writers_of(self._state, served.partition, _MOST_NAMED)
+        owed_by = writers_of(self._state, served.partition)
         return msgspec.structs.replace(reply, reserved=served.partition.num_reserved, owed_by=owed_by)
 
 

@@ -24,8 +24,7 @@ class Freezes(list[FrozenSamples]):
 
     def end(self, samples: FrozenSamples) -> Indexes:
         """Returns what was cleared since, and may be deleted now."""
-        if samples in self:
-            self.remove(samples)
+        self.remove(samples)
         if not samples.kept:
             return np.empty(0, dtype=np.int64)
         kept = np.sort(np.concatenate(samples.kept), kind="stable")  # many times faster than np.unique, which hashes

@@ -119,11 +119,8 @@ class KeyMap:
         return ascending and both_ways and len(named) == self._size == sum(map(len, self._shards))
 
     def items(self) -> Iterator[tuple[str, int]]:
+        """(key, index) of every sample with a key."""
         return ((key, index) for block in self._blocks.values() for index, key in block.items())
-
-    def mapping(self) -> dict[str, int]:
-        """A copy: key -> index."""
-        return dict(self.items())
 
 
 _COLUMN = "tags"

@@ -264,10 +264,6 @@ class Ledger:
         """All batches that are not settled."""
         return list(self._by_number.values())
 
-    def entries(self) -> list[tuple[Entry, str, int]]:
-        """Open batches with what may change about each: its token, and how many samples it owns."""
-        return [(entry, entry.token, entry.owned) for entry in self._by_number.values()]
-
     def load(self, saved: SavedLedger, shift: int) -> None:
         """Load what was saved, or the next slice of it. The samples' indexes are greater by ``shift``."""
         self._count, self.num_resets = saved.count, saved.resets

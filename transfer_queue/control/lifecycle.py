@@ -168,7 +168,8 @@ def register_task(state: PlaneState, call: Call, request: p.RegisterTask) -> p.R
         raise
     if request.follows is not None:
         following.begin(state, request.task, request.follows)
-    state.task_changed(request.task)
+    for wait in state.fetches_of(request.task):
+        state.waits.examine(wait)
     return p.Done(request.id)
 
 

@@ -390,8 +390,8 @@ class Partition:
         if task not in self.consumers:
             return False
         self.table.copies.make()
-        consumer = self.consumers.pop(task)
-        consumer.drop_columns()
+        for name in self.consumers.pop(task).columns:
+            self.table.drop_column(name)
         self._num_forgotten += 1
         return True
 

@@ -122,8 +122,7 @@ class Producers:
 
     def lost_by_field(self, now: float) -> dict[str, dict[str, Any]]:
         """By field with lost producers: the last ``client`` to die, and what is known of its end."""
-        lost = {name: each for name, each in self._fields.items() if self._are_lost(each, now)}
-        return {name: self.end_of(name) for name in lost}
+        return {name: self.end_of(name) for name, each in self._fields.items() if self._are_lost(each, now)}
 
     def end_of(self, field: str) -> dict[str, Any]:
         last = self._fields[field].last

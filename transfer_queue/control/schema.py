@@ -136,14 +136,10 @@ class Schema:
         """Written fields that some of the rows have, without those ``besides``."""
         return [name for name in self.written() if name not in besides and self.has(name)[rows].any()]
 
-    def check(self, specs: Mapping[str, FieldSpec], partition: str, num_rows: int | None = None) -> None:
-        """Raises SchemaConflictError if a field isn't as it was declared.
-
-        ``num_rows``: of the put with these per-row shapes.
-        """
+    def check(self, specs: Mapping[str, FieldSpec], partition: str, num_rows: int) -> None:
+        """Raises SchemaConflictError if a field of a put of so many rows isn't as it was declared."""
         for name, spec in specs.items():
-            if num_rows is not None:
-                _check_rows(spec, num_rows, name)
+            _check_rows(spec, num_rows, name)
             declared, known = self._declared.get(name), self._fields.get(name)
             if declared is not None and not _fits(spec, declared, num_rows):
                 raise SchemaConflictError(
@@ -316,23 +312,18 @@ def _shape_text(spec: FieldSpec) -> str:
     return "not the same for all" if spec.shape is None else str(list(spec.shape))
 
 
-def _fits(spec: FieldSpec, declared: DeclaredField, num_rows: int | None) -> bool:
+def _fits(spec: FieldSpec, declared: DeclaredField, num_rows: int) -> bool:
     """Whether the dtype, and the shape of every row, is the declared one."""
     if spec.dtype != declared.dtype:
         return False
     if declared.shape is None or spec.is_non_tensor:
         return True
     wanted = declared.shape or (1,)  # a column of scalars has rows of shape (1,)
-    if spec.shape is not None:
-        shapes = np.array([spec.shape], dtype=np.int64)
-    elif spec.row_shapes is None:  # rows of different rank
+    shapes = _row_shapes(spec, num_rows if spec.shape is None else 1)
+    if shapes is None:  # rows of different rank
         return False
-    elif not num_rows:
-        return True
-    else:
-        shapes = np.frombuffer(spec.row_shapes, dtype="<i4").reshape(num_rows, -1)
     if shapes.shape[1] != len(wanted):
-        return False
+        return not len(shapes)  # no rows have no rank
     return all(size is None or bool((shapes[:, dim] == size).all()) for dim, size in enumerate(wanted))
 
 

@@ -32,7 +32,8 @@ BATCHES = 1000
 """Batches of each ledger in one slice: they take longer."""
 _PARTITION = 100
 """A partition costs as much as so many rows."""
-_SAVED = one_of(RowState.LIVE, RowState.FREE, RowState.HEAD)
+SAVED = one_of(RowState.LIVE, RowState.FREE, RowState.HEAD)
+"""Rows that a saved state has: not those that writers had reserved."""
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -169,7 +170,7 @@ class FrozenPartition:
         """One section; the last one ends the freeze of this partition."""
         table, start, head = self.table, number * ROWS, self._head
         assert head is not None, "a partition is planned before it is saved"
-        rows = _SAVED[table.column("state")[start : start + ROWS]].nonzero()[0] + start
+        rows = SAVED[table.column("state")[start : start + ROWS]].nonzero()[0] + start
         if self._wanted is not None:
             rows = rows[np.isin(table.column("index")[rows], self._wanted)]
         index, state = table.column("index")[rows], table.column("state")[rows]
@@ -211,7 +212,8 @@ class _FrozenConsumer:
     def __init__(self, consumer: Consumer) -> None:
         self._head = consumer.save()
         self.given, self.consumed = consumer.columns
-        self.entries = consumer.ledger.entries()
+        # With what may change about each.
+        self.entries = [(each, each.token, each.owned) for each in consumer.ledger.open_entries()]
 
     def save(self, number: int, given: npt.NDArray[np.int32], consumed: npt.NDArray[np.bool_]) -> SavedConsumer:
         """One section: these rows, and the next batches."""

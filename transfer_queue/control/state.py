@@ -123,11 +123,6 @@ class PlaneState:
         self.waits.wake((FETCHES,))
         self.waits.wake((KEYS,))
 
-    def task_changed(self, task: str) -> None:
-        """Any fetch of this task may be decided now."""
-        for wait in self.fetches_of(task):
-            self.waits.examine(wait)
-
     def fetches_of(self, task: str) -> list[Wait]:
         """The waiting fetches of a task, in all partitions."""
         return [wait for wait in self.waits.of((FETCHES,)) if wait.queue[2] == task]

@@ -23,6 +23,8 @@ Writer = p.Reserve | p.Insert | p.ResolveKeys
 Rewrite = p.CheckFields | p.ResolveKeys
 _MOST_AT_ONCE = 2**24
 """Samples of one request: more is a mistake, and would take gigabytes before it failed."""
+_MOST_NAMED = 5
+"""Writers that a reply names."""
 _NONE: p.Indexes = np.empty(0, dtype=np.int64)
 
 # ---- what a write holds ----
@@ -280,17 +282,15 @@ def held_up_by(state: PlaneState) -> str:
     return f"{text[0].upper()}{text[1:]}. " if text else ""
 
 
-def writers_of(state: PlaneState, partition: Partition, most: int) -> list[str]:
-    """Up to ``most`` clients that have reserved samples of this partition, not published and not cleared since."""
-    names: dict[str, None] = {}
+def writers_of(state: PlaneState, partition: Partition) -> list[str]:
+    """Some clients that have reserved samples of this partition, not published and not cleared since."""
+    names: list[str] = []
     for call, held in state.calls.holdings(Reservation):
-        if (
-            held.serial == partition.serial and call.client not in names and partition.has_reserved(held.indexes)
-        ):  # fmt: skip
-            names[call.client] = None
-            if len(names) == most:
-                break
-    return list(names)
+        if len(names) == _MOST_NAMED:
+            break
+        if held.serial == partition.serial and call.client not in names and partition.has_reserved(held.indexes):
+            names.append(call.client)
+    return names
 
 
 # ---- keys ----
