@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.common import arguments, report
+from tests.local_plane import LocalPlane
 from transfer_queue import protocol as p
-from transfer_queue.control.plane import ControlPlane
 
 READY, QUICK_READY = 1_000_000, 20_000
 BATCH = 32
@@ -23,7 +23,7 @@ class Turns:
     """Sends requests to a plane, and notes how long each turn takes."""
 
     def __init__(self) -> None:
-        self.plane = ControlPlane()
+        self.plane = LocalPlane()
         self.took_ms: list[float] = []
         self._ids = itertools.count(1)
 

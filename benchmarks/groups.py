@@ -20,8 +20,8 @@ from tensordict import TensorDict
 
 import transfer_queue as tq
 from benchmarks.common import arguments, report
+from tests.local_plane import LocalPlane
 from transfer_queue import protocol as p
-from transfer_queue.control.plane import ControlPlane
 from transfer_queue.sampler import GroupSampler
 from transfer_queue.server.main import collect_rarely
 
@@ -38,7 +38,7 @@ class Turns:
     """Sends requests to a plane of its own."""
 
     def __init__(self, groups: int) -> None:
-        self.plane = ControlPlane()
+        self.plane = LocalPlane()
         self._ids = itertools.count(1)
         self.ask(p.RegisterTask, "actor", GroupSampler(groups=groups).spec())
 

@@ -18,9 +18,8 @@ from typing import Any
 import psutil
 
 from benchmarks.common import arguments, in_fresh_process, report
+from tests.local_plane import LocalPlane
 from transfer_queue import protocol as p
-from transfer_queue.control.plane import ControlPlane
-from transfer_queue.control.state import PlaneConfig
 
 FIELDS = {name: p.FieldSpec("int64", (1024,)) for name in ("input_ids", "attention_mask", "rewards")}
 NAMES = list(FIELDS)
@@ -76,7 +75,7 @@ class Queue:
 
     def __init__(self, size: Size, **config: Any) -> None:
         self.size = size
-        self.plane = ControlPlane(PlaneConfig(**config))
+        self.plane = LocalPlane(**config)
         self.now = 0.0
         self._calls = itertools.count(1)
         self.partitions = [f"train@{number}" for number in range(size.partitions)]

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.local_plane import LocalPlane
 from tests.own_processes import SLOW
-from transfer_queue.control.plane import ControlPlane
-from transfer_queue.control.state import PlaneConfig
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -57,12 +56,12 @@ def one_torch_thread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture
-def make_plane() -> Iterator[Callable[..., ControlPlane]]:
+def make_plane() -> Iterator[Callable[..., LocalPlane]]:
     """Planes by configuration: ``make_plane(capacity=4)``."""
-    made: list[ControlPlane] = []
+    made: list[LocalPlane] = []
 
-    def make(**config: Any) -> ControlPlane:
-        made.append(ControlPlane(PlaneConfig(**config)))
+    def make(**config: Any) -> LocalPlane:
+        made.append(LocalPlane(**config))
         return made[-1]
 
     yield make
@@ -71,6 +70,6 @@ def make_plane() -> Iterator[Callable[..., ControlPlane]]:
 
 
 @pytest.fixture
-def plane(make_plane: Callable[..., ControlPlane]) -> ControlPlane:
+def plane(make_plane: Callable[..., LocalPlane]) -> LocalPlane:
     """A plane as it is by default."""
     return make_plane()

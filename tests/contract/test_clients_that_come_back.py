@@ -13,9 +13,9 @@ import torch
 
 from tests.contract.transport_kit import until
 from tests.contract.units_kit import CONF
+from tests.local_plane import LocalPlane
 from transfer_queue import TransferQueueClient
 from transfer_queue import protocol as p
-from transfer_queue.control.plane import ControlPlane
 from transfer_queue.errors import QueueUnreachableError
 from transfer_queue.server.front import Front
 from transfer_queue.storage.unit.unit import StorageUnit
@@ -32,7 +32,7 @@ BEAT_S, LEASE_S = 0.1, 1.0
 class Queue:
     def __init__(self, stack: ExitStack) -> None:
         self.server = SocketServer("tcp://127.0.0.1:0", insecure=True, liveness=Liveness(BEAT_S, LEASE_S))
-        plane = ControlPlane()
+        plane = LocalPlane()
         plane.state.units.add_own("controller", host_id(), [self.server.address], None)
         thread = threading.Thread(target=self.server.serve, args=(Front(CONF, plane, StorageUnit("own", None)),))
         thread.start()

@@ -15,9 +15,9 @@ import torch
 from tensordict import TensorDict
 
 from tests.contract.storage_kit import local_session, until
+from tests.local_plane import LocalPlane
 from transfer_queue import TransferQueueClient
 from transfer_queue import protocol as p
-from transfer_queue.control.plane import ControlPlane
 from transfer_queue.server.front import Front
 from transfer_queue.server.janitor import Janitor
 from transfer_queue.storage.backends import StorageManagerFactory
@@ -54,7 +54,7 @@ class SmallQueue:
         self._handlers: dict[str, Front] = {}
         self._stack = ExitStack()
         self._ends: dict[int, tuple[Callable[[], None], Callable[[], None]]] = {}
-        self.plane = ControlPlane()
+        self.plane = LocalPlane()
 
     def start(self, *capacities: int | None, own: int = 0) -> SmallQueue:
         """``own``: capacity of a unit in the controller's process; 0: there is none. The others join."""

@@ -464,23 +464,3 @@ class Partition:
         """Frees the Python objects per sample of a deleted partition, its keys and tags, a piece at a time."""
         yield from self.keys.freeing()
         yield from self.tags.freeing()
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError if the records disagree; for tests."""
-        index, state = self.table.column("index"), self.table.column("state")
-        assert (np.diff(index) > 0).all(), "indexes ascend"
-        assert int((state == RowState.LIVE).sum()) == self.num_live, "live rows are counted"
-        assert int(_RESERVED[state].sum()) == self.num_reserved, "reserved rows are counted"
-        self.free.check_invariants((state == RowState.FREE).nonzero()[0])
-        assert int((state == RowState.DEAD).sum()) == self.table.num_dead, "dead rows are counted"
-        known = set(index[state != RowState.DEAD].tolist())
-        assert known.issuperset(self.tags), "tags belong to rows"
-        assert known.issuperset(at for _, at in self.keys.items()), "keys belong to rows"
-        assert self.keys.is_ascending(), "keys are in the order of their samples"
-        for name, count in self.schema.counts.items():
-            assert count == np.count_nonzero(self.schema.has(name) & PUBLISHED[state]), f"{name!r} is counted"
-        self.listed.check_invariants()
-        if self.groups is not None:
-            self.groups.check_invariants()
-        for consumer in self.consumers.values():
-            consumer.check_invariants()

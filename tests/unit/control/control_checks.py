@@ -11,9 +11,8 @@ from typing import Any
 import msgspec
 from control_model import DP_SIZES, MAX_TOKENS, TASKS, Entry, PartitionModel, ProducersModel, Sample
 
+from tests.local_plane import LocalPlane, To
 from transfer_queue import protocol as p
-from transfer_queue.control.plane import ControlPlane, To
-from transfer_queue.control.state import PlaneConfig
 
 GRACE_S = 5.0
 SPECS = {name: p.FieldSpec("int64", (2,)) for name in ("a", "b")}
@@ -47,7 +46,7 @@ class CheckedPlane:
 
     def begin(self, capacity: int | None) -> None:
         self.capacity = capacity
-        self.plane = ControlPlane(PlaneConfig(capacity=capacity, producer_grace_s=GRACE_S))
+        self.plane = LocalPlane(capacity=capacity, producer_grace_s=GRACE_S)
         self.now = 0.0
         self.next_id = 0
         self.next_index = 0

@@ -9,11 +9,10 @@ from typing import Any
 
 import msgspec
 
+from tests.local_plane import LocalPlane, To
 from transfer_queue import protocol as p
 from transfer_queue.calls import Turn
 from transfer_queue.calls.turn import TURN_S
-from transfer_queue.control.plane import ControlPlane, To
-from transfer_queue.control.state import PlaneConfig
 
 ROLLOUT, REWARDER, ACTOR, CRITIC, SAVER = "rollout", "rewarder", "actor", "critic", "saver"
 INT = p.FieldSpec("int64", (4,))
@@ -23,17 +22,17 @@ _unpublished: dict[tuple[str, int], int] = {}
 """By client and the first of the samples: the call that reserved them last."""
 
 
-def new_plane(**config: Any) -> ControlPlane:
+def new_plane(**config: Any) -> LocalPlane:
     """For tests that make one for each example; others take the fixture, which checks them at the end."""
-    return ControlPlane(PlaneConfig(**config))
+    return LocalPlane(**config)
 
 
-def short_turns(plane: ControlPlane, looks: int) -> None:
+def short_turns(plane: LocalPlane, looks: int) -> None:
     """From now on a turn ends when it has looked at the time so often."""
     plane.calls.turn = Turn(itertools.count(step=TURN_S / looks).__next__)
 
 
-def turns(plane: ControlPlane, now: float = 0.0) -> list[list[To]]:
+def turns(plane: LocalPlane, now: float = 0.0) -> list[list[To]]:
     """The replies of each turn that is due."""
     found = []
     while (due := plane.next_deadline()) is not None and due <= now:
@@ -41,7 +40,7 @@ def turns(plane: ControlPlane, now: float = 0.0) -> list[list[To]]:
     return found
 
 
-def rest(plane: ControlPlane, now: float = 0.0) -> list[To]:
+def rest(plane: LocalPlane, now: float = 0.0) -> list[To]:
     """The replies of all turns that are due at once; no deadline passes."""
     replies = []
     while plane.next_deadline() == -math.inf:
@@ -53,12 +52,12 @@ def fields(*names: str) -> dict[str, p.FieldSpec]:
     return dict.fromkeys(names, INT)
 
 
-def send(plane: ControlPlane, client: str, verb: Any, *args: Any, now: float = 0.0, **kwargs: Any) -> list[To]:
+def send(plane: LocalPlane, client: str, verb: Any, *args: Any, now: float = 0.0, **kwargs: Any) -> list[To]:
     """All replies that the request brings about."""
     return plane.handle(client, verb(next(_ids), *args, **kwargs), now)
 
 
-def ask(plane: ControlPlane, client: str, verb: Any, *args: Any, now: float = 0.0, **kwargs: Any) -> Any:
+def ask(plane: LocalPlane, client: str, verb: Any, *args: Any, now: float = 0.0, **kwargs: Any) -> Any:
     """The request's own reply, which comes first; None while it is parked."""
     request = verb(next(_ids), *args, **kwargs)
     replies = plane.handle(client, request, now)
@@ -70,7 +69,7 @@ def indexes(reply: Any) -> list[int]:
     return p.unpack_indexes(reply.indexes).tolist()
 
 
-def reserve(plane: ControlPlane, count: int, partition: str = "p", client: str = ROLLOUT, **kwargs: Any) -> list[int]:
+def reserve(plane: LocalPlane, count: int, partition: str = "p", client: str = ROLLOUT, **kwargs: Any) -> list[int]:
     reply = ask(plane, client, p.Reserve, partition, count, **kwargs)
     reserved = indexes(reply)
     if reserved:
@@ -78,19 +77,19 @@ def reserve(plane: ControlPlane, count: int, partition: str = "p", client: str =
     return reserved
 
 
-def cancel(plane: ControlPlane, client: str, reply: Any, now: float = 0.0) -> tuple[str, list[To]]:
+def cancel(plane: LocalPlane, client: str, reply: Any, now: float = 0.0) -> tuple[str, list[To]]:
     """What became of the call that this answered, and the replies of others that the cancel brings about."""
     own, *others = send(plane, client, p.Cancel, reply.id, now=now)
     return own.reply.value, others
 
 
-def chores(plane: ControlPlane) -> list[int]:
+def chores(plane: LocalPlane) -> list[int]:
     """Samples whose values are to be deleted, since the last call of this."""
     return [index for unused in plane.take_unused() for index in unused.tolist()]
 
 
 def publish(
-    plane: ControlPlane, samples: list[int], *names: str, partition: str = "p", client: str = ROLLOUT, now: float = 0.0,
+    plane: LocalPlane, samples: list[int], *names: str, partition: str = "p", client: str = ROLLOUT, now: float = 0.0,
     tags: dict[int, dict[str, Any]] | None = None, **kwargs: Any,
 ) -> list[To]:  # fmt: skip
     """All replies; the publish's own comes first. It completes the reservation of its first sample."""
@@ -100,7 +99,7 @@ def publish(
 
 
 def put(
-    plane: ControlPlane, count: int, *names: str, partition: str = "p", client: str = ROLLOUT, now: float = 0.0,
+    plane: LocalPlane, count: int, *names: str, partition: str = "p", client: str = ROLLOUT, now: float = 0.0,
     lengths: list[int] | None = None,
 ) -> list[int]:  # fmt: skip
     """New samples with these fields (default "x"); ``lengths`` become their tag "total_lengths"."""
@@ -112,7 +111,7 @@ def put(
 
 
 def fetch(
-    plane: ControlPlane, batch_size: int, rank: int | None = None, batch_index: int | None = None, *,
+    plane: LocalPlane, batch_size: int, rank: int | None = None, batch_index: int | None = None, *,
     task: str = "train", names: tuple[str, ...] = ("x",), partition: str = "p", client: str = ACTOR, now: float = 0.0,
     **kwargs: Any,
 ) -> Any:  # fmt: skip
@@ -147,29 +146,29 @@ def refused(reply: Any, code: str, *parts: str) -> None:
     assert [part for part in parts if part not in reply.text] == [], reply.text
 
 
-def register(plane: ControlPlane, task: str = "train", **kwargs: Any) -> None:
+def register(plane: LocalPlane, task: str = "train", **kwargs: Any) -> None:
     reply = ask(plane, ACTOR, p.RegisterTask, task, **kwargs)
     assert isinstance(reply, p.Done), reply
 
 
-def grpo(plane: ControlPlane, size: int, **kwargs: Any) -> None:
+def grpo(plane: LocalPlane, size: int, **kwargs: Any) -> None:
     """Task "train" gets whole groups of this size."""
     register(plane, sampler={"class": "GRPOGroupNSampler", "kwargs": {"n_samples_per_prompt": size}}, **kwargs)
 
 
-def seal(plane: ControlPlane, partition: str = "p", now: float = 0.0) -> list[To]:
+def seal(plane: LocalPlane, partition: str = "p", now: float = 0.0) -> list[To]:
     return send(plane, ROLLOUT, p.SealPartition, partition, now=now)
 
 
-def clear(plane: ControlPlane, samples: list[int], partition: str = "p") -> list[int]:
+def clear(plane: LocalPlane, samples: list[int], partition: str = "p") -> list[int]:
     return indexes(ask(plane, ACTOR, p.ClearSamples, partition, p.pack_indexes(samples)))
 
 
-def clear_consumed(plane: ControlPlane, *tasks: str, partition: str = "p") -> list[int]:
+def clear_consumed(plane: LocalPlane, *tasks: str, partition: str = "p") -> list[int]:
     return indexes(ask(plane, ACTOR, p.ClearConsumed, partition, list(tasks)))
 
 
-def ack(plane: ControlPlane, *tokens: str, partition: str = "p", task: str = "train", earlier: bool = False) -> int:
+def ack(plane: LocalPlane, *tokens: str, partition: str = "p", task: str = "train", earlier: bool = False) -> int:
     settled: int = ask(plane, ACTOR, p.Ack, partition, task, list(tokens), earlier).value
     return settled
 
@@ -183,7 +182,7 @@ def not_ready(reply: Any) -> tuple[int, int, int, dict[str, int]]:
 # ---- saved and restored ----
 
 
-def save(plane: ControlPlane, now: float = 0.0) -> bytes:
+def save(plane: LocalPlane, now: float = 0.0) -> bytes:
     frozen = ask(plane, SAVER, p.Freeze, now=now)
     assert isinstance(frozen, p.Frozen), frozen
     assert frozen.num_parts == 1, "a small state is one slice"
@@ -191,12 +190,12 @@ def save(plane: ControlPlane, now: float = 0.0) -> bytes:
     return frozen.state
 
 
-def load(plane: ControlPlane, state: bytes, now: float = 0.0) -> Any:
+def load(plane: LocalPlane, state: bytes, now: float = 0.0) -> Any:
     """The reply to Restore, after the indexes were staged as a client does it."""
     return ask(plane, SAVER, p.Restore, state, stage(plane, state, now), now=now)
 
 
-def stage(plane: ControlPlane, state: bytes, now: float = 0.0) -> int:
+def stage(plane: LocalPlane, state: bytes, now: float = 0.0) -> int:
     """How much greater the samples' indexes will be."""
     packed = b"".join(each["index"] for each in msgspec.msgpack.decode(state)["partitions"])
     shift: int = ask(plane, SAVER, p.Stage, packed, now=now).value

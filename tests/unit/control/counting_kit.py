@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.local_plane import LocalPlane
 from transfer_queue.control import fetches, writing
-from transfer_queue.control.plane import ControlPlane
 from transfer_queue.control.serving import ServedFetch
 
 
@@ -58,7 +58,7 @@ def size_of(value: Any) -> int:
     return value.size if isinstance(value, np.ndarray) else 1
 
 
-def watch(plane: ControlPlane) -> None:
+def watch(plane: LocalPlane) -> None:
     """From here on every column of partition "p" counts, and so does what is ready in it."""
     partition = plane.state.partitions["p"]
     table = partition.table

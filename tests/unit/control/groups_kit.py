@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.local_plane import LocalPlane, To
 from transfer_queue import protocol as p
-from transfer_queue.control.plane import ControlPlane, To
-from transfer_queue.control.state import PlaneConfig
 from transfer_queue.sampler import GroupSampler
 
 SPEC = p.FieldSpec("int64", ())
@@ -22,8 +21,8 @@ FEEDER, WORKER, TRAINER = "feeder", "worker", "trainer"
 class Queue:
     """A plane with its clock. Each call is confirmed at once, unless it is to be cancelled."""
 
-    def __init__(self, config: PlaneConfig | None = None, check: bool = True) -> None:
-        self.plane = ControlPlane(config)
+    def __init__(self, check: bool = True, **config: Any) -> None:
+        self.plane = LocalPlane(**config)
         self.now = 0.0
         self.check = check
         self.inbox: list[To] = []

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 from control_kit import SAVER, ask
 
+from tests.local_plane import LocalPlane
 from transfer_queue import protocol as p
 from transfer_queue.control import restoring, saved, snapshot, state
-from transfer_queue.control.plane import ControlPlane
 
 _calls = itertools.count(10**6)
 
@@ -29,7 +29,7 @@ def small_slices(rows: int = 4) -> Iterator[None]:
         yield
 
 
-def parts_of(plane: ControlPlane) -> list[bytes]:
+def parts_of(plane: LocalPlane) -> list[bytes]:
     """The whole state as it is now, in slices."""
     frozen = ask(plane, SAVER, p.Freeze)
     parts = [frozen.state, *rest_of(plane, frozen)]
@@ -37,7 +37,7 @@ def parts_of(plane: ControlPlane) -> list[bytes]:
     return parts
 
 
-def rest_of(plane: ControlPlane, frozen: p.Frozen) -> list[bytes]:
+def rest_of(plane: LocalPlane, frozen: p.Frozen) -> list[bytes]:
     """The other slices of a freeze that has begun."""
     parts: list[bytes] = []
     call = frozen.id
@@ -47,7 +47,7 @@ def rest_of(plane: ControlPlane, frozen: p.Frozen) -> list[bytes]:
     return parts
 
 
-def whole(plane: ControlPlane) -> bytes:
+def whole(plane: LocalPlane) -> bytes:
     """The state in one slice, as older versions saved it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(snapshot, "ROWS", 10**6)
@@ -61,7 +61,7 @@ def recut(part: bytes) -> list[bytes]:
     return [msgspec.msgpack.encode(each) for each in restoring.recut(saved.decode(part))]
 
 
-def restore_parts(plane: ControlPlane, parts: list[bytes], shift: int = 0) -> int:
+def restore_parts(plane: LocalPlane, parts: list[bytes], shift: int = 0) -> int:
     """All but the last one. Returns the number of the call that began it, 0 without any."""
     begun = 0
     for number, part in enumerate(parts[:-1]):

@@ -21,7 +21,6 @@ from tests.unit.control.groups_kit import PART, Queue
 from tests.unit.control.groups_model import LEFT, Group, Model
 from transfer_queue import GroupSampler
 from transfer_queue import protocol as p
-from transfer_queue.control.state import PlaneConfig
 
 WORKERS = ("w0", "w1", "w2")
 CRITICS = ("c0", "c1")
@@ -43,7 +42,7 @@ class GroupsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = Queue(PlaneConfig(producer_grace_s=1e9))
+        self.queue = Queue(producer_grace_s=1e9)
         self.parked: dict[tuple[str, int], dict[str, Any]] = {}
         self.tokens: dict[int, Any] = {}
         """Every lease that was granted."""

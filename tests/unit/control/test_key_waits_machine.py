@@ -18,11 +18,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.local_plane import LocalPlane, To
 from transfer_queue import protocol as p
-from transfer_queue.calls import Calls, Turn
+from transfer_queue.calls import Turn
 from transfer_queue.client.key_watch import KeyChanges, KeyWaits, KeyWatch
 from transfer_queue.control import key_waits, listed_keys
-from transfer_queue.control.plane import ControlPlane, To
 from transfer_queue.errors import EndOfPartitionError, KeysTimeoutError, TransferQueueError, from_wire
 
 WATCHER, PRODUCER = "watcher", "producer"
@@ -124,7 +124,8 @@ class KeyMachine(RuleBasedStateMachine):
         self.kept = [(module, name, getattr(module, name)) for module, name, _ in self.SMALL]
         for module, name, value in self.SMALL if small else ():
             setattr(module, name, value)
-        self.plane = ControlPlane(calls=Calls(Turn(itertools.count(step=2e-3 if small else 1e-4).__next__)))
+        self.plane = LocalPlane()
+        self.plane.calls.turn = Turn(itertools.count(step=2e-3 if small else 1e-4).__next__)
         self.ids = itertools.count(1)
         self.session = PlaneSession(lambda request: self.absorb(self.plane.handle(WATCHER, request, 0.0)))
         self.listed: dict[str, tuple[int, Keys]] = {}

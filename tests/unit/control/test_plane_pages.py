@@ -204,11 +204,10 @@ def test_statistics_tell_what_each_client_holds(plane):
     assert ask(plane, ACTOR, p.GetStats).value["clients"][ACTOR]["freezes"] == 1
 
 
-def test_an_evicted_client_holds_nothing_any_more(make_plane):
+def test_a_client_that_is_gone_holds_nothing_any_more_and_is_gone_once(make_plane):
     plane = make_plane(producer_grace_s=5.0)
     ask(plane, ROLLOUT, p.Reserve, "p", 2, {"x": INT})
     park(plane, 1, wait_s=600.0)
-    assert ask(plane, CRITIC, p.EvictClient, "nobody").value is False
-    assert ask(plane, CRITIC, p.EvictClient, ROLLOUT, now=1.0).value is True
+    plane.client_gone(ROLLOUT, 1.0)
     assert [unused.tolist() for unused in plane.take_unused()] == [[0, 1]]
     refused(plane.expire(6.0)[0].reply, "ProducersGoneError")

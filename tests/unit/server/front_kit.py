@@ -12,10 +12,9 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 import numpy as np
 
+from tests.local_plane import LocalPlane
 from transfer_queue import protocol as p
 from transfer_queue.calls import Turn
-from transfer_queue.control.plane import ControlPlane
-from transfer_queue.control.state import PlaneConfig
 from transfer_queue.server.front import Front
 from transfer_queue.storage.messages import (
     PAGE_NBYTES,
@@ -63,7 +62,7 @@ def front_of(
     """A controller and a unit. ``capacity``: most samples; ``pages``: size of the arena, None: there is none."""
     arena = None if pages is None else Arena(pages * PAGE)
     unit = StorageUnit("u0", capacity_bytes, arena, inline_nbytes=64 * 1024 if arena is None else 0)
-    return Front({"the": "configuration"}, ControlPlane(PlaneConfig(capacity=capacity, **config)), unit)
+    return Front({"the": "configuration"}, LocalPlane(capacity=capacity, **config), unit)
 
 
 def apart(front: Front) -> tuple[Front, Front]:

@@ -13,11 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.local_plane import LocalPlane
 from tests.unit.server.front_kit import NBYTES, PAGE, Client, specs
 from transfer_queue import protocol as p
 from transfer_queue.calls import Turn
-from transfer_queue.control.plane import ControlPlane
-from transfer_queue.control.state import PlaneConfig
 from transfer_queue.server.front import Front
 from transfer_queue.storage import messages
 from transfer_queue.storage.unit.arena import Arena
@@ -194,7 +193,7 @@ class Fatal(list[BaseException]):
 
 def a_server(parts: str) -> Front:
     turn = Turn()
-    plane = ControlPlane(PlaneConfig(capacity=12)) if "plane" in parts else None
+    plane = LocalPlane(capacity=12) if "plane" in parts else None
     unit = StorageUnit("u", 4 * PAGE, Arena(8 * PAGE)) if "unit" in parts else None
     front = Front({}, plane, unit, turn=turn)
     front.calls.faults = Fatal()

@@ -78,6 +78,7 @@ def test_an_evicted_client_loses_what_it_holds_and_its_connections_are_closed(me
     me.one(me.reserve(2))
     assert other.one(p.EvictClient(other.number(), "me")).value is True
     assert (closed, held(front)) == (["me"], NOTHING)
+    assert other.one(p.EvictClient(other.number(), "nobody")).value is False
     failed(other.one(p.EvictClient(other.number(), "other")), "InvalidRequestError", "can't evict itself")
 
 

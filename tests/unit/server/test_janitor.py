@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.local_plane import LocalPlane
 from tests.unit.server.front_kit import NBYTES, Client, bytes_of, failed, front_of, specs
 from transfer_queue import protocol as p
-from transfer_queue.control.plane import ControlPlane
 from transfer_queue.errors import QueueUnreachableError
 from transfer_queue.server.front import Front
 from transfer_queue.server.janitor import Janitor
@@ -110,7 +110,7 @@ def test_a_job_that_fails_is_logged_and_the_next_one_is_done(janitor, storage, c
 @pytest.fixture(params=["units of other processes alone", "a unit of its own, too"])
 def front(request, janitor) -> Front:
     unit = StorageUnit("u0") if request.param == "a unit of its own, too" else None
-    made = Front({}, ControlPlane(), unit, lambda: janitor)
+    made = Front({}, LocalPlane(), unit, lambda: janitor)
     made.start_janitor()
     return made
 
@@ -259,7 +259,7 @@ def test_the_thread_starts_when_the_first_unit_joins_and_ends_with_the_front(sto
         made.append(Janitor(storage))
         return made[-1]
 
-    front = Front({}, ControlPlane(), StorageUnit("u0"), make)
+    front = Front({}, LocalPlane(), StorageUnit("u0"), make)
     first, second = Client(front, "first"), Client(front, "second")
     failed(first.one(p.JoinUnit(first.number(), "first", "host", [])), "InvalidRequestError", "without an address")
     assert made == []
@@ -271,7 +271,7 @@ def test_the_thread_starts_when_the_first_unit_joins_and_ends_with_the_front(sto
 
 
 def test_a_front_that_no_unit_has_joined_has_no_thread_to_end(storage):
-    front = Front({}, ControlPlane(), StorageUnit("u0"), lambda: Janitor(storage))
+    front = Front({}, LocalPlane(), StorageUnit("u0"), lambda: Janitor(storage))
     Client(front, "me").gone()
     front.close()
     assert storage.jobs == []
