@@ -58,11 +58,6 @@ class KeyMap:
         block = self._blocks.get(index // _BLOCK)
         return None if block is None else block.get(index)
 
-    def have(self, indexes: Sequence[int]) -> list[bool]:
-        """Whether each of these samples has a key."""
-        blocks, none = self._blocks, dict[int, str]()
-        return [index in blocks.get(index // _BLOCK, none) for index in indexes]
-
     def unbind(self, indexes: Iterable[int]) -> None:
         """Delete the keys of these samples."""
         for index in indexes:
@@ -149,10 +144,6 @@ class TagStore(Mapping[int, Tags]):
         if self.late is not None:
             self.late()
 
-    def _set_late(self, rows: Rows) -> None:
-        if (self._table.column("state")[rows] == RowState.HEAD).any():
-            self.catch_up()
-
     def put(self, rows: Rows, tags: Sequence[Tags], merge: bool) -> None:
         """Set the tags of each row; ``merge`` keeps other existing tags."""
         column = self._table.ensure_column(_COLUMN, np.object_)
@@ -173,17 +164,14 @@ class TagStore(Mapping[int, Tags]):
         """The tags of those samples that have some; ``rows`` are the samples' rows."""
         if not self._table.has_column(_COLUMN):
             return {}
-        if self.late is not None:
-            self._set_late(rows)
-        packed = self._table.column(_COLUMN)[rows].tolist()
-        return {i: _decoder.decode(own) for i, own in zip(indexes.tolist(), packed, strict=True) if own}
+        return {i: _decoder.decode(own) for i, own in zip(indexes.tolist(), self.packed(rows), strict=True) if own}
 
     def packed(self, rows: Rows) -> list[bytes | None]:
         """The tags of these rows as they are stored, for ``unpacked_tags``."""
         if not self._table.has_column(_COLUMN):
             return [None] * len(rows)
-        if self.late is not None:
-            self._set_late(rows)
+        if self.late is not None and (self._table.column("state")[rows] == RowState.HEAD).any():
+            self.late()
         found: list[bytes | None] = self._table.column(_COLUMN)[rows].tolist()
         return found
 

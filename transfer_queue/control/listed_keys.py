@@ -55,8 +55,8 @@ class ListedKeys:
 
     def named(self, rows: Rows) -> None:
         """Those of these rows that have keys are listed once they are samples."""
-        indexes = self._table.column("index")[rows].tolist()
-        self._table.ensure_column(_COLUMN, bool)[rows] = self._keys.have(indexes)
+        named = [self._keys.key_of(index) is not None for index in self._table.column("index")[rows].tolist()]
+        self._table.ensure_column(_COLUMN, bool)[rows] = named
 
     def retagged(self, rows: Rows) -> None:
         """The tags of these rows changed."""

@@ -150,7 +150,6 @@ class Partition:
             self.groups.mark(members, rows, specs)
         self.set_tags(tags, merge=True)
         self._count_live(count)
-        self.seal_if_complete()
         self._written(rows, specs, now, are_new=True)
 
     def make_free(self, count: int) -> None:
@@ -234,13 +233,13 @@ class Partition:
             else:
                 self.num_heads += len(fresh)
             self.listed.appeared(fresh)
-        self.seal_if_complete()
 
     def _count_live(self, count: int) -> None:
         self.num_live += count
         self.num_published += count
         for consumer in self.consumers.values():
             consumer.inserted(count)
+        self.seal_if_complete()
 
     def seal_if_complete(self) -> None:
         if self.num_samples is not None and self.num_published >= self.num_samples:

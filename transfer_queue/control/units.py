@@ -23,19 +23,19 @@ class UnitTable:
 
     def add_own(self, name: str, host: str, addresses: list[str], capacity_nbytes: int | None) -> None:
         """The unit in the controller's process. It lives as long as the controller."""
-        self.by_number[0] = p.UnitInfo(0, name, host, addresses, capacity_nbytes)
-        self.version += 1
+        self._add(p.UnitInfo(0, name, host, addresses, capacity_nbytes))
 
     def join(self, request: p.JoinUnit) -> int:
         """Add a unit. Returns its number."""
         if not request.addresses:
             raise InvalidRequestError(f"storage unit {request.name!r} joins without an address.")
         number, self._next = self._next, self._next + 1
-        self.by_number[number] = p.UnitInfo(
-            number, request.name, request.host, request.addresses, request.capacity_nbytes
-        )  # fmt: skip
-        self.version += 1
+        self._add(p.UnitInfo(number, request.name, request.host, request.addresses, request.capacity_nbytes))
         return number
+
+    def _add(self, unit: p.UnitInfo) -> None:
+        self.by_number[unit.number] = unit
+        self.version += 1
 
     def remove(self, number: int) -> None:
         """The unit has ended."""
