@@ -210,9 +210,8 @@ class Partition:
         """By field, the samples that lost it with a storage unit, and that nobody has put again."""
         for name, indexes in list(self._lost.items()):
             rows, found = self.table.find(indexes)
-            still = found & ~self.schema.has(name)[rows] if len(indexes) else found
-            self._lost[name] = indexes[still]
-            if not still.any():
+            self._lost[name] = indexes[found][~self.schema.has(name)[rows[found]]]
+            if not len(self._lost[name]):
                 del self._lost[name]
         return dict(self._lost)
 

@@ -108,6 +108,16 @@ def test_lost_values_are_not_produced_and_named_until_they_are_put_again(plane):
     assert batch(plane, 1, names=("x", "y")) == samples[:1]
 
 
+def test_lost_values_of_a_partition_that_is_empty_by_now_are_not_asked_for(plane):
+    number = join(plane, "left")
+    samples = reserve(plane, 200)  # more than it keeps rows of once they are cleared
+    publish_in(plane, samples, [(number, 200)], "x")
+    plane.client_gone("left", 0.0)
+    clear(plane, samples)
+    assert ask(plane, ACTOR, p.ListLost, "p").value == {}
+    assert ask(plane, ACTOR, p.GetStats).value["partitions"]["p"]["lost"] == {}
+
+
 def test_a_drawn_batch_that_lost_values_waits_for_them(plane):
     join(plane, "left")
     samples = reserve(plane, 2)
