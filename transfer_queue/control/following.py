@@ -60,4 +60,4 @@ def _copy(partition: Partition, task: str, entries: Iterable[Entry | None]) -> N
             own.ledger.close(before)
         copy = own.ledger.write(entry.key, entry.indexes, entry.consumes, entry.padding, entry.dp_size)
         rows, found = partition.table.find(entry.consumes)
-        own.ledger.own(copy, int(np.count_nonzero(own.give(rows[found], copy.number))))
+        copy.owned = int(np.count_nonzero(own.give(rows[found], copy.number)))

@@ -25,7 +25,8 @@ _MAX_DIGITS = 20
 
 @dataclass(slots=True)
 class Entry:
-    """One batch. ``consumes``: its samples that no other batch gets; ``owned`` counts those not cleared yet.
+    """One batch. ``consumes``: its samples that no other batch gets; ``owned`` counts those not cleared yet, once
+    they were given.
 
     ``dp_size``: of the round that it is a share of; None if its rank drew alone.
     """
@@ -76,8 +77,6 @@ class Ledger:
         self._ranks: defaultdict[int | None, _Rank] = defaultdict(lambda: _Rank(Runs()))
         self._by_number: dict[int, Entry] = {}
         self._end = 0  # no rank has drawn this batch or a later one
-        self.num_open_samples = 0
-        """The number of samples that open batches consume and that aren't cleared."""
         self.lacks_fields = False
         """A fetch waits for fields of an open batch."""
         self._count = 0
@@ -85,6 +84,11 @@ class Ledger:
 
     def __len__(self) -> int:
         return len(self._by_number)
+
+    @property
+    def num_open_samples(self) -> int:
+        """The number of samples that open batches consume and that aren't cleared."""
+        return sum(entry.owned for entry in self._by_number.values())
 
     def get(self, key: BatchKey) -> Entry | None:
         own = self._ranks.get(key[0])
@@ -159,12 +163,6 @@ class Ledger:
     def _add(self, entry: Entry) -> None:
         rank, index = entry.key
         self._ranks[rank].open[index] = self._by_number[entry.number] = entry
-        self.num_open_samples += entry.owned
-
-    def own(self, entry: Entry, count: int) -> None:
-        """The batch consumes so many samples that no other batch gets."""
-        self.num_open_samples += count - entry.owned
-        entry.owned = count
 
     def _mark_drawn(self, key: BatchKey) -> None:
         self._ranks[key[0]].drawn.add(key[1])
@@ -214,7 +212,7 @@ class Ledger:
             entry = self._by_number.get(number)
             if entry is None:
                 continue
-            self.own(entry, entry.owned - count)
+            entry.owned -= count
             if entry.owned <= 0:
                 self.close(entry)
 
@@ -225,7 +223,6 @@ class Ledger:
         del own.open[index], self._by_number[entry.number]
         own.missed.discard(index)
         own.pass_settled()
-        self.num_open_samples -= entry.owned
         self.samples_changed()  # a fetch that waits for its fields is refused now
 
     def reset(self) -> list[int]:
@@ -298,9 +295,6 @@ class Ledger:
         assert {id(entry) for entry in filed.values()} == set(map(id, self._by_number.values())), "known both ways"
         numbers, counts = np.unique(given[given > 0], return_counts=True)
         owned = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
-        assert self.num_open_samples == sum(entry.owned for entry in filed.values()), (
-            "samples of open batches are counted"
-        )
         assert self._end == max((own.drawn.end() for own in self._ranks.values()), default=0), "the last batch is known"
         for own in self._ranks.values():
             assert own.missed <= own.open.keys(), "what was missed is open"

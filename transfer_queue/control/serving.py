@@ -316,17 +316,17 @@ class ServedFetch:
 
     def _give(self, entries: list[Entry], shares: list[Share]) -> None:
         """Mark the samples of a round as consumed: in one step if each is consumed by the rank that gets it."""
-        consumer, ledger = self.consumer, self.consumer.ledger
+        consumer = self.consumer
         if not all(share.consumed is share.rows for share in shares):
             for entry, share in zip(entries, shares, strict=True):
-                ledger.own(entry, int(np.count_nonzero(consumer.give(share.consumed, entry.number))))
+                entry.owned = int(np.count_nonzero(consumer.give(share.consumed, entry.number)))
             return
         sizes = [len(share.rows) for share in shares]
         numbers = np.repeat(np.array([entry.number for entry in entries], dtype=np.int32), sizes)
         is_fresh = consumer.give(np.concatenate([share.rows for share in shares]), numbers)
         starts = np.cumsum([0, *sizes[:-1]])
         for entry, count in zip(entries, np.add.reduceat(is_fresh, starts, dtype=np.int64).tolist(), strict=True):
-            ledger.own(entry, count)
+            entry.owned = count
 
     def _over(self, batch_index: int | None, dropped: int = 0) -> Ended:
         """The current end of an unsealed stream."""
