@@ -144,7 +144,7 @@ class Restoring(Holding):
         state, restored = self._state, self._restored
         self._check_staged()
         restored.finish()
-        old = [np.empty(0, dtype=np.int64)]
+        old = [p.NO_INDEXES]
         for partition in state.partitions.values():
             old.append(partition.drop())
             state.discard(partition)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from transfer_queue.protocol import Indexes
+from transfer_queue.protocol import NO_INDEXES, Indexes
 
 
 @dataclass(slots=True, eq=False)
@@ -25,9 +25,9 @@ class Freezes(list[FrozenSamples]):
     def end(self, samples: FrozenSamples) -> Indexes:
         """Returns what was cleared since, and may be deleted now."""
         self.remove(samples)
-        if not samples.kept:
-            return np.empty(0, dtype=np.int64)
-        kept = np.sort(np.concatenate(samples.kept), kind="stable")  # many times faster than np.unique, which hashes
+        kept = np.sort(
+            np.concatenate([NO_INDEXES, *samples.kept]), kind="stable"
+        )  # many times faster than np.unique, which hashes
         return self.keep(kept[np.diff(kept, prepend=-1) > 0])
 
     def keep(self, cleared: Indexes) -> Indexes:

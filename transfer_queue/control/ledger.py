@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from transfer_queue.control.rows import PendingCopies
 from transfer_queue.control.saved import SavedBatch, SavedLedger, SavedRank
-from transfer_queue.protocol import Indexes, pack_indexes, unpack_indexes
+from transfer_queue.protocol import NO_INDEXES, Indexes, pack_indexes, unpack_indexes
 
 BatchKey = tuple[int | None, int]
 """(dp_rank, batch_index)"""
@@ -200,8 +200,7 @@ class Ledger:
 
     def open_indexes(self) -> Indexes:
         """Samples of open batches, including padding."""
-        named = [entry.indexes for entry in self._by_number.values()]
-        return np.concatenate(named) if named else np.empty(0, dtype=np.int64)
+        return np.concatenate([NO_INDEXES, *(entry.indexes for entry in self._by_number.values())])
 
     def samples_cleared(self, numbers: npt.NDArray[np.int32]) -> None:
         """Samples of these entries were cleared, one number per sample; an entry without samples is acknowledged."""

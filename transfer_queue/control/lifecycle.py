@@ -17,8 +17,6 @@ from transfer_queue.control.serving import Reading
 from transfer_queue.control.state import WRITERS, PlaneState, ended
 from transfer_queue.errors import InvalidRequestError
 
-_NONE: p.Indexes = np.empty(0, dtype=np.int64)
-
 
 def create(state: PlaneState, call: Call, request: p.CreatePartition) -> p.Reply:
     """Create a partition, or return False if it exists. ``num_samples`` and ``fields`` apply either way, as a producer
@@ -104,7 +102,7 @@ def clear_consumed(state: PlaneState, call: Call, request: p.ClearConsumed) -> p
     partition = state.partitions.get(request.partition)
     if partition is None:
         return p.Cleared(request.id, b"")
-    being_read, gone, more = _being_read(state, partition), _NONE, False
+    being_read, gone, more = _being_read(state, partition), p.NO_INDEXES, False
     if not request.dry_run:
         partition.clears = request.tasks
         gone, more = _clear_done(state, partition, being_read)
@@ -151,7 +149,7 @@ def _readers(partition: Partition, being_read: list[BeingRead]) -> dict[str, int
 
 def _rows_left(partition: Partition, batches: list[p.Indexes]) -> Rows:
     """Rows of the samples of these batches that aren't cleared."""
-    rows, found = partition.table.find(np.concatenate([_NONE, *batches]))
+    rows, found = partition.table.find(np.concatenate([p.NO_INDEXES, *batches]))
     return np.unique(rows[found])
 
 

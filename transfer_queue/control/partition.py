@@ -25,7 +25,7 @@ from transfer_queue.control.rows import (
 )
 from transfer_queue.control.schema import Schema
 from transfer_queue.errors import InvalidRequestError, SampleClearedError
-from transfer_queue.protocol import FieldSpec, Indexes, Members, Tags
+from transfer_queue.protocol import NO_INDEXES, FieldSpec, Indexes, Members, Tags
 
 _COUNTED = one_of(RowState.FREE, RowState.RESERVED_FREE, RowState.LIVE)
 _RESERVED = one_of(RowState.RESERVED, RowState.RESERVED_FREE)
@@ -103,8 +103,7 @@ class Partition:
             self.check_open(count)
         if self.table.copies:
             self.table.copies.make()
-        has_begun = self.free.count or self.table.size or self.num_published
-        if self.preallocate > 1 and not has_begun:
+        if self.preallocate > 1 and not (self.table.size or self.num_published):
             self.make_free(self.preallocate)
         at: Rows | slice
         if self.free.count:
@@ -202,8 +201,7 @@ class Partition:
         for consumer in self.consumers.values():
             consumer.lost(lost)
         for name, rows in lost.items():
-            before = self._lost.get(name, np.empty(0, dtype=np.int64))
-            self._lost[name] = np.union1d(before, self.table.column("index")[rows])
+            self._lost[name] = np.union1d(self._lost.get(name, NO_INDEXES), self.table.column("index")[rows])
         return bool(lost)
 
     def lost(self) -> dict[str, Indexes]:
@@ -413,7 +411,7 @@ class Partition:
 
         ``being_read``: samples to leave out, because a reader has yet to read them.
         """
-        found = [np.empty(0, dtype=np.int64)]
+        found = [NO_INDEXES]
         if not self.consumers or not self.consumers.keys() >= set(tasks):
             return found[0]
         open_rows: Rows | None = None

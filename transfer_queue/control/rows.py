@@ -13,7 +13,8 @@ from transfer_queue.protocol import Indexes
 
 Rows = npt.NDArray[np.intp]
 _MIN_ROWS = 64
-_FIXED = ("index", "put_offset", "put_size", "put_number")
+_FIXED = {"index": np.int64, "put_offset": np.int32, "put_size": np.int32, "put_number": np.int32}
+"""Columns that a sample never changes."""
 
 
 class RowState:
@@ -88,11 +89,9 @@ class RowTable:
         self.num_dead = 0
         self.copies = PendingCopies()
         self._columns: dict[str, npt.NDArray[Any]] = {}
-        self.add_column("index", np.int64)
         self.add_column("state", np.uint8)
-        self.add_column("put_offset", np.int32)
-        self.add_column("put_size", np.int32)
-        self.add_column("put_number", np.int32)
+        for name, dtype in _FIXED.items():
+            self.add_column(name, dtype)
 
     def add_column(self, name: str, dtype: Any, width: int | None = None) -> None:
         """Add a column that is 0, or None for objects, in every present and future row."""

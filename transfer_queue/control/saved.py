@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from transfer_queue.control.rows import PUBLISHED
 from transfer_queue.errors import CheckpointError
-from transfer_queue.protocol import DeclaredField, Indexes, Terms, unpack_indexes
+from transfer_queue.protocol import NO_INDEXES, DeclaredField, Indexes, Terms, unpack_indexes
 
 Saved = TypeVar("Saved", bound=msgspec.Struct)
 FORMAT = 2
@@ -195,7 +195,7 @@ def decoded(data: bytes, kind: type[Saved], what: str, decode_as: Callable[..., 
 
 def saved_indexes(saved: SavedQueue) -> Indexes:
     """All indexes that the saved rows have."""
-    return np.concatenate([np.empty(0, np.int64), *(unpack_indexes(each.index) for each in saved.partitions)])
+    return np.concatenate([NO_INDEXES, *(unpack_indexes(each.index) for each in saved.partitions)])
 
 
 def live_rows(saved: SavedPartition) -> npt.NDArray[np.bool_]:

@@ -23,14 +23,13 @@ from transfer_queue.control.rows import Rows, all_of
 from transfer_queue.control.state import PlaneState
 from transfer_queue.control.tag_filter import parse_filter
 from transfer_queue.errors import InvalidRequestError
-from transfer_queue.protocol import Batch, Ended, Fetch, Indexes, NotReady, pack_indexes, unpack_indexes
+from transfer_queue.protocol import NO_INDEXES, Batch, Ended, Fetch, Indexes, NotReady, pack_indexes, unpack_indexes
 from transfer_queue.sampler.group_sampler import GroupSampler
 
 _QUIET_S = 2.0
 """A finite unsealed stream ends with a short batch once nothing was published for this long."""
 
 _ALL_RANKS = -1
-_NONE: Indexes = np.empty(0, dtype=np.int64)
 _FROM_0 = ("dp_rank", "batch_index", "first_index", "skip", "pass_start")
 
 
@@ -160,7 +159,7 @@ class ServedFetch:
         self._groups = partition.groups if isinstance(task.sampler, GroupSampler) else None
         self.consumer: Consumer = partition.consumer(fetch.task)
         self._dp_size = dp_size
-        self.drawn: Indexes = _NONE
+        self.drawn = NO_INDEXES
         """The samples of a batch without ledger entry."""
         self.written: list[BatchKey] = []
         """Ledger entries that this fetch has made."""

@@ -25,7 +25,6 @@ _MOST_AT_ONCE = 2**24
 """Samples of one request: more is a mistake, and would take gigabytes before it failed."""
 _MOST_NAMED = 5
 """Writers that a reply names."""
-_NONE: p.Indexes = np.empty(0, dtype=np.int64)
 
 # ---- what a write holds ----
 
@@ -381,20 +380,20 @@ def _must_wait(state: PlaneState, request: Rewrite) -> bool:
 
 def replaced(state: PlaneState, request: Rewrite) -> p.Indexes:
     """The samples with values that the request would replace."""
-    partition, indexes = state.partitions.get(request.partition), _NONE
+    partition = state.partitions.get(request.partition)
     fields = request.writes if isinstance(request, p.ResolveKeys) else list(request.fields)
-    if partition is None or not fields or not partition.table.size:
-        return indexes
+    if partition is None or not fields:
+        return p.NO_INDEXES
     if isinstance(request, p.CheckFields):
         indexes = p.unpack_indexes(request.indexes)
     else:
         known = partition.keys.indexes_of(request.keys)
         indexes = np.array([index for index in known if index is not None], dtype=np.int64)
     rows, found = partition.table.find(indexes)
-    lacking = np.ones(len(indexes), dtype=np.bool_)
+    has_any = np.zeros(np.count_nonzero(found), dtype=np.bool_)
     for name in fields:
-        lacking &= ~partition.schema.has(name)[rows]
-    return indexes[found & ~lacking]
+        has_any |= partition.schema.has(name)[rows[found]]
+    return indexes[found][has_any]
 
 
 def _kept_waiting(request: Rewrite, waited_s: float) -> p.Failed:

@@ -33,6 +33,7 @@ MAX_DEPTH = 64
 """Levels of lists and dicts in a tag or an argument."""
 
 Indexes = npt.NDArray[np.int64]
+NO_INDEXES: Indexes = np.empty(0, dtype=np.int64)
 _INT64 = np.dtype("<i8")
 
 R = TypeVar("R")
