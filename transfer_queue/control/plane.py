@@ -97,7 +97,3 @@ class ControlPlane:
         """The samples whose values became unused since the last call, and must be deleted."""
         unused, self.state.unused = self.state.unused, []
         return unused
-
-    def held_up_by(self) -> str:
-        """A sentence that names the tasks that keep the queue full; empty if there are none."""
-        return writing.held_up_by(self.state).rstrip()

@@ -173,7 +173,7 @@ class Front:
         """A unit without room does not know the tasks; the control plane knows which of them keep it full."""
         if self.plane is None or reply.code != StorageFullError.__name__:
             return reply
-        held_up_by = self.plane.held_up_by()
+        held_up_by = writing.held_up_by(self.plane.state).rstrip()
         return reply if held_up_by in reply.text else p.Failed(reply.id, reply.code, f"{reply.text} {held_up_by}")
 
     # ---- clears ----
@@ -208,22 +208,18 @@ class Front:
         return p.Done(request.id, self.calls.cancel(call.client, request.call))
 
     def _end_session(self, client: str, died: bool) -> None:
-        if self.plane is not None:  # only the controller knows that a session has ended for good
-            self.calls.refuse(client)
+        if self.plane is None:  # only the controller knows that a session has ended for good
+            self.calls.end(client, died)
+            return
+        self.calls.refuse(client)
         self.calls.end(client, died)
-        published = [] if self.plane is None else self._take_ended(client)
-        if self.unit is not None and self.plane is not None:
+        state = self.plane.state
+        published = [number for owner, number, is_published in state.ended_writes if owner == client and is_published]
+        state.ended_writes = [write for write in state.ended_writes if write[0] != client]
+        if self.unit is not None:
             guarded(self.unit.end_session, client, published)
         if self._janitor is not None:
             self._janitor.end_session(client, published)
-
-    def _take_ended(self, client: str) -> list[int]:
-        """The writes that this client has left halfway, and that were published."""
-        assert self.plane is not None
-        state = self.plane.state
-        own = [number for owner, number, published in state.ended_writes if owner == client and published]
-        state.ended_writes = [write for write in state.ended_writes if write[0] != client]
-        return own
 
     def _clean_up(self) -> list[Answer]:
         """Delete what has become unused, and end writes that were left halfway. Returns answers that this decides."""
