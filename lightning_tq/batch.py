@@ -102,10 +102,7 @@ class TQBatch:
 
     def __getitem__(self, index: int) -> Any:
         if isinstance(index, str):
-            raise TypeError(
-                f"a batch is a pair, so batch[{index!r}] names none of its parts. Write: data, meta = batch; "
-                f"data[{index!r}]."
-            )
+            raise TypeError(_no_part(f"batch[{index!r}]", index))
         return (self.data, self.meta)[index]
 
     if not TYPE_CHECKING:
@@ -113,10 +110,7 @@ class TQBatch:
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_"):  # Python and other libraries ask for these
                 raise AttributeError(f"'TQBatch' object has no attribute {name!r}")
-            raise AttributeError(
-                f"a batch is a pair, so batch.{name} names none of its parts. Write: data, meta = batch; "
-                f"data[{name!r}]."
-            )
+            raise AttributeError(_no_part(f"batch.{name}", name))
 
     def __repr__(self) -> str:
         return f"TQBatch(data={self.data!r}, meta={self.meta!r})"
@@ -124,6 +118,10 @@ class TQBatch:
     if TYPE_CHECKING:
 
         def __iter__(self) -> Iterator[Any]: ...
+
+
+def _no_part(written: str, field: str) -> str:
+    return f"a batch is a pair, so {written} names none of its parts. Write: data, meta = batch; data[{field!r}]."
 
 
 def _selected(values: TensorDict, rows: list[int]) -> TensorDict:
