@@ -12,13 +12,14 @@ from importlib import import_module
 from transfer_queue.errors import TransferQueueError
 
 COMMANDS = {
-    # name: (its line in --help, its module in lightning_tq.cli, the function that gets the words after its name)
+    # name: (its line in --help, its module in lightning_tq.cli, the function that gets the words after its name; those
+    # of a Trainer get the name, too)
     "demo": ("Learn for a minute on two cores, with a live page; ends with a picture.", "demo_command", "main"),
     "new": ("Write a run of your own to start from: grpo, sft or stream.", "new_command", "main"),
-    "fit": ("Train with data streamed from a queue, as a YAML file says.", "trainer_cli", "fit"),
-    "validate": ("Validate a model, as a YAML file says.", "trainer_cli", "validate"),
-    "test": ("Test a model, as a YAML file says.", "trainer_cli", "test"),
-    "predict": ("Predict with a model, as a YAML file says.", "trainer_cli", "predict"),
+    "fit": ("Train with data streamed from a queue, as a YAML file says.", "trainer_cli", "run"),
+    "validate": ("Validate a model, as a YAML file says.", "trainer_cli", "run"),
+    "test": ("Test a model, as a YAML file says.", "trainer_cli", "run"),
+    "predict": ("Predict with a model, as a YAML file says.", "trainer_cli", "run"),
     "serve": ("Serve a queue that outlives programs, or join it with this host.", "serve_command", "main"),
     "keys": ("Make the keys of a queue that serves several hosts.", "keys_command", "main"),
     "status": ("Show what a running queue holds, and what waits for what.", "queue_commands", "status"),
@@ -54,9 +55,9 @@ def main(args: Sequence[str] | None = None) -> int:
         print(_help())
         return 0
     if first in COMMANDS:
-        return _run(first, given[1:])
+        return _run(first, given if first in _OF_A_TRAINER else given[1:])
     if first.split("=")[0] in ("-c", "--config", "--print_config"):  # of a Trainer; the subcommand follows
-        return _run("fit", given, "run")
+        return _run("fit", given)
     if first.startswith("-"):
         return _refuse(f"unknown option {first!r}", _near(first, ("--help", "--config", "--print_config")))
     problem = f"unknown command {first!r}" if first else "no command was given"
@@ -72,8 +73,8 @@ def _help() -> str:
     )
 
 
-def _run(name: str, args: Sequence[str], function: str | None = None) -> int:
-    _, module, own = COMMANDS[name]
+def _run(name: str, args: Sequence[str]) -> int:
+    _, module, function = COMMANDS[name]
     if name in _OF_A_TRAINER:
         for word in args:
             option = word.split("=")[0].split(".")[0]
@@ -81,7 +82,7 @@ def _run(name: str, args: Sequence[str], function: str | None = None) -> int:
                 near = _near(option, [f"--{known}" for known in OPTIONS_OF_A_TRAINER], 0.75)
                 if near:  # otherwise it may be one of another version of Lightning: its parser knows
                     return _refuse(f"unknown option {option!r}", near, of=name)
-    run: Callable[[Sequence[str]], int] = getattr(import_module(f"lightning_tq.cli.{module}"), function or own)
+    run: Callable[[Sequence[str]], int] = getattr(import_module(f"lightning_tq.cli.{module}"), function)
     try:
         status = run(args)
         sys.stdout.flush()

@@ -9,7 +9,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -190,13 +189,6 @@ def run(args: Sequence[str] | None, make: Callable[[], TQCLI] = TQCLI) -> int:
     if isinstance(cli.datamodule, TQDataModule):
         cli.datamodule.close()
     return 0
-
-
-def _run_named(name: str, args: Sequence[str]) -> int:
-    return run([name, *args])
-
-
-fit, validate, test, predict = (partial(_run_named, name) for name in ("fit", "validate", "test", "predict"))
 
 
 # ---- what the parser says about a wrong configuration, in one sentence ----
