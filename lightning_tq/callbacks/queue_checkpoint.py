@@ -74,7 +74,6 @@ class TQCheckpoint(Callback):
         self._strategy: Strategy | None = None
         """That whose methods are wrapped."""
         self._writer: BackgroundWorker[Callable[[], None]] | None = None
-        self._prepared: Callable[[Any], None] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         run = run_of(trainer, "TQCheckpoint")
@@ -139,17 +138,8 @@ class TQCheckpoint(Callback):
         except Exception as error:  # the Trainer reports another error
             logger.error(f"a checkpoint was not written: {error}")
 
-    def _prepare(self, checkpoint: dict[str, Any], filepath: AnyPath, metadata: dict[str, Any]) -> None:
-        """Save the queue to this host, and note what is still to be written in the background."""
-        target = queue_path(filepath)
-        with ExitStack() as spool:
-            directory = spool.enter_context(spooled_checkpoint(target)) if _is_url(target) else Path(target)
-            self._client().save_checkpoint(directory, metadata=metadata)
-            held = copy.deepcopy(checkpoint)  # training goes on to change what it refers to
-            self._prepared = partial(self._write, held, filepath, directory, spool.pop_all())
-
     def _write(
-        self, held: dict[str, Any], filepath: AnyPath, directory: Path, spool: ExitStack, storage_options: Any
+        self, held: dict[str, Any], filepath: AnyPath, storage_options: Any, directory: Path, spool: ExitStack
     ) -> None:
         with spool:
             if _is_url(target := queue_path(filepath)):
@@ -163,16 +153,13 @@ class TQCheckpoint(Callback):
         failure: TransferQueueError | None = None
         if "optimizer_states" in checkpoint:  # otherwise it holds only weights, and no run resumes from it
             try:
-                self._save_queue(checkpoint, filepath)
+                self._save_queue(checkpoint, filepath, storage_options)
             except TransferQueueError as error:
                 if self._trainer.state.status == TrainerStatus.RUNNING:
                     raise
                 failure = error
             else:
-                if self._writer is not None:
-                    prepared, self._prepared = self._prepared, None
-                    if prepared is not None:  # on the first rank
-                        self._writer.submit(partial(prepared, storage_options), replace=False)
+                if self._writer is not None:  # which writes the checkpoint, too
                     return
         self._save(checkpoint, filepath, storage_options=storage_options)
         if failure is not None and self._trainer.is_global_zero:
@@ -182,17 +169,21 @@ class TQCheckpoint(Callback):
                 f"Otherwise it trains newly put samples."
             )
 
-    def _save_queue(self, checkpoint: dict[str, Any], filepath: AnyPath) -> None:
-        trainer = self._trainer
+    def _save_queue(self, checkpoint: dict[str, Any], filepath: AnyPath, storage_options: Any) -> None:
+        trainer, target = self._trainer, queue_path(filepath)
         metadata = {"global_step": checkpoint["global_step"], "epoch": checkpoint["epoch"]}
 
-        def save() -> str:
+        def save() -> None:
             if self._writer is None:
-                self._client().save_checkpoint(queue_path(filepath), metadata=metadata)
-            else:
-                self._writer.flush()  # so that an ack knows: once a checkpoint is saved, the one before is written
-                self._prepare(checkpoint, filepath, metadata)
-            return ""
+                self._client().save_checkpoint(target, metadata=metadata)
+                return
+            self._writer.flush()  # so that an ack knows: once a checkpoint is saved, the one before is written
+            with ExitStack() as spool:
+                directory = spool.enter_context(spooled_checkpoint(target)) if _is_url(target) else Path(target)
+                self._client().save_checkpoint(directory, metadata=metadata)
+                held = copy.deepcopy(checkpoint)  # training goes on to change what it refers to
+                write = partial(self._write, held, filepath, storage_options, directory, spool.pop_all())
+            self._writer.submit(write, replace=False)
 
         if trainer.state.status == TrainerStatus.INTERRUPTED:  # maybe on this rank only, so no collectives
             self._finish_and_log()
