@@ -35,11 +35,11 @@ class QueueConnection:
     _opened: ClassVar[WeakSet[QueueConnection]] = WeakSet()
     _own_queue: ClassVar[tuple[int, str] | None] = None
     """Process and address of the queue that a connection started or joined. Not that of a user's own ``init``."""
+    _end_own_queue: ClassVar[Finalize | None] = None
 
     def __init__(self) -> None:
         self._joined: tuple[int, str] | None = None
         """This process and the queue's address, while it is open."""
-        self._finalizer: Finalize | None = None
         self._page: DashboardProcess | None = None
 
     @property
@@ -91,6 +91,10 @@ class QueueConnection:
             tq.init({**config.conf(sampler_modules), "address": wanted})
             is_first = True
             QueueConnection._own_queue = (os.getpid(), self.address)
+            # multiprocessing's Finalize, unlike atexit, also runs when spawned and forked ranks end: in the process
+            # that made it. It runs before the queue's own finalizer. It is bound to no object, since garbage
+            # collection may run in any thread.
+            QueueConnection._end_own_queue = Finalize(None, _close_queue, exitpriority=20)
         if wanted is not None and self.address != wanted and not may_differ:
             raise ConfigError(
                 f"this process is already in the queue at {self.address} (by transfer_queue.init or TQ_ADDRESS), not "
@@ -100,11 +104,6 @@ class QueueConnection:
             _warn_of_differences(config, self.conf)
         self._joined = (os.getpid(), self.address)
         self._opened.add(self)
-        # multiprocessing's Finalize, unlike atexit, also runs when spawned and forked ranks end: in the process that
-        # made it. It runs before the queue's own finalizer. It is bound to no object, since garbage collection may run
-        # in any thread.
-        if self._joined == self._own_queue:
-            self._finalizer = Finalize(None, _close_queue, exitpriority=20)
         if config.dashboard and address is None:
             self._page = DashboardProcess(self.address, config.dashboard if isinstance(config.dashboard, str) else None)
 
@@ -119,16 +118,12 @@ class QueueConnection:
         page, self._page = self._page, None
         if page is not None:
             page.close()
-        finalizer, self._finalizer = self._finalizer, None
-        if finalizer is None:
-            return
-        if any(other._joined == joined for other in self._opened):
-            finalizer.cancel()
-        else:
-            finalizer()
+        is_last = not any(other._joined == joined for other in self._opened)
+        if is_last and joined == self._own_queue and self._end_own_queue is not None:
+            self._end_own_queue()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_joined": None, "_finalizer": None, "_page": None}  # a spawned rank opens its own
+        return {"_joined": None, "_page": None}  # a spawned rank opens its own
 
 
 def _warn_of_differences(config: QueueConfig, running: Any) -> None:
