@@ -61,12 +61,7 @@ class Dashboard:
         Raises:
             OSError: it can't listen there.
         """
-
-        @web.middleware
-        async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
-            return await self._guarded(request, handler)
-
-        app = web.Application(middlewares=[guarded])
+        app = web.Application(middlewares=[self._guarded])
         app.router.add_get("/", self._show)
         app.router.add_get("/state", self._state)
         runner = web.AppRunner(app, access_log=None)
@@ -107,6 +102,7 @@ class Dashboard:
 
     # ---- answers ----
 
+    @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Answer requests with the token only, and with nothing that another site could use."""
         if self._token is None:
