@@ -131,15 +131,11 @@ class TQCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         try:
             super().instantiate_classes()
-        except (ConfigError, InvalidRequestError) as error:
-            self._refuse(error)
         except ValueError as error:
-            if not str(error).startswith("Does not validate against"):
+            is_refusal = isinstance(error, ConfigError | InvalidRequestError)
+            if not is_refusal and not str(error).startswith("Does not validate against"):
                 raise  # an error of the model
-            self._refuse(error)
-
-    def _refuse(self, error: ValueError) -> NoReturn:
-        self._parser(self.subcommand).error(str(error))
+            self._parser(self.subcommand).error(str(error))
 
 
 def names_a_data_class(args: Sequence[str] | Mapping[str, Any]) -> bool:
@@ -180,12 +176,9 @@ def run(args: Sequence[str] | None, make: Callable[[], TQCLI] = TQCLI) -> int:
     try:
         sys.path.extend(str(path.parent.resolve()) for path, _ in _config_files(sys.argv[1:]))  # or those next to it
         cli = make()
-    except (ConfigError, SamplerError) as error:
+    except (ConfigError, SamplerError, *_SELF_EXPLANATORY) as error:
         sys.stderr.write(f"error: {error}\n")
-        return 2
-    except _SELF_EXPLANATORY as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
+        return 2 if isinstance(error, ConfigError | SamplerError) else 1
     if isinstance(cli.datamodule, TQDataModule):
         cli.datamodule.close()
     return 0
