@@ -103,11 +103,9 @@ def make_report(address: str, now: QueueSnapshot, before: QueueSnapshot | None =
     cleared before it could. Both are None without ``before``, or if the partition or the task began anew since.
     ``findings``: what ``diagnose`` finds, with its text. The queue's own partitions and their tasks are left out.
     """
-    stats, partitions = without_internal(now.stats), {}
-    for name, partition in stats["partitions"].items():
-        earlier = {} if before is None else before.stats["partitions"].get(name, {})
-        seconds = 0.0 if before is None else now.taken_at - before.taken_at
-        partitions[name] = _with_rates(partition, earlier, seconds)
+    stats, before = without_internal(now.stats), before or now
+    earlier, seconds = before.stats["partitions"], now.taken_at - before.taken_at
+    partitions = {name: _with_rates(own, earlier.get(name, {}), seconds) for name, own in stats["partitions"].items()}
     return {
         "address": address, **stats, "partitions": partitions, "units": now.units, "units_error": now.units_error,
         "findings": [plain(each) for each in now.findings()],
@@ -119,11 +117,10 @@ def without_internal(stats: Numbers) -> Numbers:
     partitions = {name: each for name, each in stats["partitions"].items() if not is_internal(name)}
     fields = {field for each in partitions.values() for field in each["fields"]}
     own = {f for name, each in stats["partitions"].items() if is_internal(name) for f in each["fields"]} - fields
-    metrics = stats.get("metrics", {})
-    by_task = {kind: _without_internal(metrics[kind]) for kind in ("versions", "age_s") if kind in metrics}
+    by_task = {kind: _without_internal(stats["metrics"][kind]) for kind in ("versions", "age_s")}
     return {
         **stats, "partitions": partitions, "dropped": _without_internal(stats["dropped"]),
-        "metrics": {**metrics, **by_task},
+        "metrics": {**stats["metrics"], **by_task},
         "waiting": [each for each in stats["waiting"] if each["writer"] or not is_internal(each["partition"])],
         "producers": {field: each for field, each in stats["producers"].items() if field not in own},
     }  # fmt: skip

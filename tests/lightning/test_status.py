@@ -39,7 +39,7 @@ PARTITION = {
 }  # fmt: skip
 STATS: dict[str, Any] = {
     "partitions": {}, "waiting": [], "capacity": None, "clients": {}, "alarms": [], "lost_units": [], "dropped": {},
-    "producers": {},
+    "producers": {}, "metrics": {"versions": {}, "age_s": {}},
 }  # fmt: skip
 HOLDINGS = {
     "connections": 1, "reservations": 0, "reserved": 0, "leases": 0, "pins": 0, "freezes": 0, "leaves": 0, "parked": 0,
