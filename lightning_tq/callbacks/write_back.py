@@ -173,9 +173,8 @@ def _rows(name: str, value: Any, samples: int) -> Any:
 
 def _joined(rows: Sequence[Any]) -> Any:
     """One tensor, where these are tensors of one dtype and rank; otherwise they stay objects."""
-    if not all(isinstance(row, torch.Tensor) and not row.is_nested for row in rows):
-        return NonTensorStack(*rows)
-    if len({(row.dtype, row.ndim) for row in rows}) > 1:
+    are_tensors = all(isinstance(row, torch.Tensor) and not row.is_nested for row in rows)
+    if not are_tensors or len({(row.dtype, row.ndim) for row in rows}) > 1:
         return NonTensorStack(*rows)
     if len({row.shape for row in rows}) == 1:
         return torch.stack(list(rows))

@@ -152,10 +152,10 @@ _FULL = repr(("full",))
 def _problems(findings: list[Numbers]) -> Iterator[Numbers]:
     """What is wrong, with an id that stays the same while it lasts: of what kind it is, and of whom."""
     for each in findings:
-        is_news = each["kind"] != "sampler" or each["age_s"] < _ALARM_OF_S
-        is_short = each["kind"] in ("keys", "put") or (each["age_s"] or 0.0) < STARVING_S
-        waits_for_a_save = each["kind"] == "put" and not each["to_do"] and (each["age_s"] or 0.0) >= STARVING_S
-        if is_news and not (each["waits_for"] and is_short and not waits_for_a_save):
-            blocks = each["kind"] == "full" and (each["age_s"] or 0.0) >= STARVING_S
-            level = "warn" if each["waits_for"] or (each["kind"] == "full" and not blocks) else "bad"
-            yield {"id": repr((each["kind"], *each["names"])), "level": level, "text": each["text"]}
+        kind, age_s = each["kind"], each["age_s"] or 0.0
+        is_over = kind == "sampler" and age_s >= _ALARM_OF_S
+        waits_for_a_save = kind == "put" and not each["to_do"]
+        is_normal = age_s < STARVING_S or (kind in ("keys", "put") and not waits_for_a_save)
+        if not is_over and not (each["waits_for"] and is_normal):
+            is_mild = each["waits_for"] or (kind == "full" and age_s < STARVING_S)
+            yield {"id": repr((kind, *each["names"])), "level": "warn" if is_mild else "bad", "text": each["text"]}
