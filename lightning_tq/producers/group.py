@@ -186,10 +186,8 @@ class ProducerProcess:
         age_s = time.monotonic() - self._started_at
         return f"producer {self.label}, pid {self.popen.pid}, started {age_s:.0f} s ago"
 
-    def failure(self) -> ProducerError | None:
-        """The error that it ended with. None while it runs, and after a success."""
-        if not self.popen.poll():
-            return None
+    def failure(self) -> ProducerError:
+        """The error that it has ended with."""
         how, _ = self.exit_text()
         output = "".join(self._lines).rstrip() or "(nothing)"
         return ProducerError(f"{how}. Its last output on stderr:\n{output}")
