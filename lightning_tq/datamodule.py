@@ -23,7 +23,7 @@ from lightning_tq.progress import Ack, AckRule, Position, Progress
 from lightning_tq.queue_config import QueueConfig, as_queue_config
 from lightning_tq.queue_connection import QueueConnection
 from lightning_tq.run import Run
-from lightning_tq.run_members import RunMembers, SharedQueue, join_queue
+from lightning_tq.run_members import RunMembers, SharedQueue
 from lightning_tq.stream import (
     StageStream,
     Stream,
@@ -119,7 +119,7 @@ class TQDataModule(LightningDataModule):
         self._address: str | None = None
         self._group = ProducerGroup(())
         self._run: Run | None = None
-        self._members: RunMembers | None = None
+        self._members = RunMembers()
         self._progress: Progress | None = None
         """Of training, in the queue at ``_progress_address``. It outlives its run."""
         self._progress_address: str | None = None
@@ -213,7 +213,8 @@ class TQDataModule(LightningDataModule):
         self._group = ProducerGroup(self._producers if trainer.is_global_zero else ())
         shared = run_on_rank_zero(trainer, lambda: self._prepare(entry, topology, streams))
         rank_zero_info(f"Queue: {shared.address} (watch it with: lightning-tq status --watch {shared.address})")
-        run_on_every_rank(trainer, lambda: self._join(shared))
+        self._members = RunMembers()
+        run_on_every_rank(trainer, lambda: self._members.join(trainer, self._connection, self._queue_config, shared))
         if self._progress_address != self.address:  # a position in another queue is meaningless here
             self._progress, self._progress_address = None, self.address
         endpoint = get_metrics_endpoint()
@@ -258,10 +259,6 @@ class TQDataModule(LightningDataModule):
             self._group.start(self.address, entry, self._connection.conf["key_file"])
         return SharedQueue.of(trainer, self._connection)
 
-    def _join(self, shared: SharedQueue) -> None:
-        """Every rank's work after that."""
-        self._members = join_queue(self._own_trainer(), self._connection, self._queue_config, shared)
-
     def _switch(self, trainer: Trainer) -> PartitionSwitch:
         given = [callback for callback in callbacks_of(trainer) if isinstance(callback, PartitionSwitch)]
         if len(given) > 1:
@@ -289,9 +286,7 @@ class TQDataModule(LightningDataModule):
         self._group.end()
         if not failed:  # the queue may end now, so no rank may still read
             self._own_trainer().strategy.barrier("lightning_tq_teardown")
-        members, self._members = self._members, None
-        if members is not None:
-            members.leave(failed)
+        self._members.leave(failed)
 
     def _own_trainer(self) -> Trainer:
         if self.trainer is None:
@@ -353,7 +348,7 @@ class TQDataModule(LightningDataModule):
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads and processes stay in this process.
-        return {**self.__dict__, "_run": None, "_group": ProducerGroup(()), "_members": None}
+        return {**self.__dict__, "_run": None, "_group": ProducerGroup(()), "_members": RunMembers()}
 
 
 def _as_list(stage: str, streams: Streams | Mapping[str, Any]) -> list[Stream]:

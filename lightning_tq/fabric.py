@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
 from lightning_tq.batch import TQBatch
@@ -16,7 +17,7 @@ from lightning_tq.progress import Ack, AckRule, Position
 from lightning_tq.queue_config import QueueConfig, as_queue_config
 from lightning_tq.queue_connection import QueueConnection
 from lightning_tq.rank_watchdog import RankWatchdog, parent_check
-from lightning_tq.run_members import RunMembers, SharedQueue, join_queue
+from lightning_tq.run_members import RunMembers, SharedQueue
 from lightning_tq.stream import StageStream, Stream, sampler_modules
 from lightning_tq.topology import Rank, fabric_topology, run_on_every_rank, run_on_rank_zero
 from transfer_queue import TransferQueueClient
@@ -86,13 +87,10 @@ class FabricLoader:
         self._next_epoch = 0
         self.partitions_at_start: Collection[str] = ()
         self._connection = QueueConnection()
-        self._members: RunMembers | None = None
+        self._members = RunMembers()
         self._producers = ProducerGroup(producers)
         self._join_queue(stream, as_queue_config(queue))
-        checks = [self._producers.failure, parent_check(fabric.global_rank)]
-        if self._members is not None:
-            checks.append(self._members.check)
-        self.watchdog = RankWatchdog(checks)
+        self.watchdog = RankWatchdog([self._producers.failure, parent_check(fabric.global_rank), self._members.check])
         self.ack_rule = AckRule(ack, keeps_checkpoints=ack == "checkpoint")
         self.conf: Any = self._connection.conf
         self._reader = StreamReader(StageStream("train", "train", stream), self)
@@ -109,12 +107,10 @@ class FabricLoader:
             self._producers.start(self.address, key_file=self._connection.conf["key_file"])
             return SharedQueue.of(self._fabric, self._connection)
 
-        def join() -> None:
-            self._members = join_queue(self._fabric, self._connection, config, shared)
-
         with ExitStack() as on_failure:
             on_failure.callback(self._release, failed=True)
             shared = run_on_rank_zero(self._fabric, prepare)
+            join = partial(self._members.join, self._fabric, self._connection, config, shared)
             run_on_every_rank(self._fabric, join)
             on_failure.pop_all()
 
@@ -200,9 +196,7 @@ class FabricLoader:
 
     def _release(self, failed: bool) -> None:
         """Leave the run and the queue, and end what was started here."""
-        members, self._members = self._members, None
-        if members is not None:
-            members.leave(failed)
+        self._members.leave(failed)
         self._producers.end()
         self._connection.close()
 

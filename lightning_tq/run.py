@@ -69,8 +69,8 @@ class Run:
     """Partitions in the queue before this run's producers started."""
     producers: ProducerGroup
     """Empty on ranks other than the first."""
-    members: RunMembers | None
-    """All ranks. None: there is one."""
+    members: RunMembers
+    """All ranks."""
 
     def __post_init__(self) -> None:
         self.client = self.connection.client
@@ -82,9 +82,8 @@ class Run:
         self._shown_at_start = [name for name in self.partitions_at_start if not is_internal(name)]
         self._left = LeftPartitions()
         self._follows_a_fit = self._address in self._fitted
-        checks = [self.producers.failure, self._terminated, parent_check(self.trainer.global_rank)]
-        if self.members is not None:
-            checks.append(self.members.check)
+        rank = self.trainer.global_rank
+        checks = [self.producers.failure, self._terminated, parent_check(rank), self.members.check]
         running, clears = self.producers.running, self.switch.clear_finished
         self._hints = WaitHints(self.trainer, self.client, running, clears, self._warn_once)
         self.watchdog = RankWatchdog(checks, [lambda: self._hints.look(self.readers.values())])

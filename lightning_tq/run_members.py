@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -70,25 +71,49 @@ class SharedQueue:
 
 
 class RunMembers:
-    """This rank's membership in a run, which it has joined. A thread waits until another one or the queue is lost."""
+    """The ranks of a run. Where there are several, a thread waits until another one or the queue is lost."""
 
-    def __init__(self, client: TransferQueueClient, run: str, rank: int) -> None:
-        self._client = client
-        self._run = run
-        self._rank = rank
+    def __init__(self) -> None:
         self._error: TransferQueueError | None = None
         self._left = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="lightning-tq-run", daemon=True)
-        self._thread.start()
+        self._watching: tuple[TransferQueueClient, str, threading.Thread] | None = None
 
-    def _watch(self) -> None:
+    def join(
+        self, owner: Trainer | Fabric, connection: QueueConnection, config: QueueConfig, shared: SharedQueue
+    ) -> None:
+        """Join the queue that the first rank has opened, and its run, if there are several ranks.
+
+        Raises:
+            ConfigError: this rank can't reach that queue, or is in another one.
+        """
+        # On another host the same queue may have another address: that of this host's own server.
+        connection.open(config, (), shared.address_here(), may_differ=shared.spans_hosts)
+        if shared.run is None:
+            return
+        if not owner.is_global_zero:
+            try:
+                connection.client.watch_run(shared.run, _name(owner))
+            except InvalidRequestError:
+                raise ConfigError(
+                    f"rank {owner.global_rank} is in the queue at {connection.address}, the first rank in another one "
+                    f"at {shared.address}. Give all ranks the address of one queue (TQ_ADDRESS)."
+                ) from None
+        self.watch(connection.client, shared.run, owner.global_rank)
+
+    def watch(self, client: TransferQueueClient, run: str, rank: int) -> None:
+        """Watch a run that this process has joined as this rank."""
+        thread = threading.Thread(target=self._watch, args=(client, run, rank), name="lightning-tq-run", daemon=True)
+        self._watching = client, run, thread
+        thread.start()
+
+    def _watch(self, client: TransferQueueClient, run: str, rank: int) -> None:
         lost: str | None = None
         found: TransferQueueError
         try:
             while lost is None and not self._left.is_set():
-                lost = self._client.watch_run(self._run, timeout_s=_WAIT_S)
+                lost = client.watch_run(run, timeout_s=_WAIT_S)
             found = RankGoneError(
-                f"{lost} failed or ended in the middle of the run, so rank {self._rank} ends too. See that rank's own "
+                f"{lost} failed or ended in the middle of the run, so rank {rank} ends too. See that rank's own "
                 f"output for the reason."
             )
         except TransferQueueError as error:
@@ -102,35 +127,14 @@ class RunMembers:
 
     def leave(self, failed: bool) -> None:
         """The run has ended here; ``failed`` ends it on all ranks. Idempotent, never raises."""
+        watching, self._watching = self._watching, None
+        if watching is None:
+            return
+        client, run, thread = watching
         self._left.set()
-        try:
-            self._client.leave_run(self._run, failed)
-        except TransferQueueError:
-            return  # the queue is gone, or this process has left it
-        self._thread.join(_LEAVE_S)
-
-
-def join_queue(
-    owner: Trainer | Fabric, connection: QueueConnection, config: QueueConfig, shared: SharedQueue
-) -> RunMembers | None:
-    """Join the queue that the first rank has opened, and its run. Returns None if there is one rank.
-
-    Raises:
-        ConfigError: this rank can't reach that queue, or is in another one.
-    """
-    # On another host the same queue may have another address: that of this host's own server.
-    connection.open(config, (), shared.address_here(), may_differ=shared.spans_hosts)
-    if shared.run is None:
-        return None
-    if not owner.is_global_zero:
-        try:
-            connection.client.watch_run(shared.run, _name(owner))
-        except InvalidRequestError:
-            raise ConfigError(
-                f"rank {owner.global_rank} is in the queue at {connection.address}, the first rank in another one at "
-                f"{shared.address}. Give all ranks the address of one queue (TQ_ADDRESS)."
-            ) from None
-    return RunMembers(connection.client, shared.run, owner.global_rank)
+        with contextlib.suppress(TransferQueueError):  # the queue is gone, or this process has left it
+            client.leave_run(run, failed)
+            thread.join(_LEAVE_S)
 
 
 def _name(owner: Trainer | Fabric) -> str:

@@ -30,7 +30,8 @@ DEADLINE_S = 20.0
 def test_a_rank_learns_that_the_queue_of_its_run_has_ended(data: Callable[..., TQDataModule]) -> None:
     client = data(train=stream()).client
     client.watch_run("run", "rank 1", opens=True)
-    members = RunMembers(client, "run", rank=1)
+    members = RunMembers()
+    members.watch(client, "run", rank=1)
     servers = own_processes()
     for server in servers:
         server.kill()
