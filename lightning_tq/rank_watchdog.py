@@ -26,16 +26,16 @@ class RankGoneError(TransferQueueError, RuntimeError):
 class RankWatchdog:
     """Runs ``checks`` five times a second; the first exception that one returns stops the streams.
 
-    The main thread raises that exception at its next ``check()``. ``hints`` run as often and only log.
+    The main thread raises that exception at its next ``check()``. ``hint`` runs as often and only logs.
     """
 
     def __init__(
-        self, checks: Sequence[Check], hints: Sequence[Callable[[], None]] = (), stuck_after_s: float = _STUCK_AFTER_S
+        self, checks: Sequence[Check], hint: Callable[[], None] = lambda: None, stuck_after_s: float = _STUCK_AFTER_S
     ) -> None:
         self.stopped = threading.Event()
         """Streams end once this is set."""
         self._checks = checks
-        self._hints = hints
+        self._hint = hint
         self._stuck_after_s = stuck_after_s
         self._error: BaseException | None = None
         self._end = threading.Event()
@@ -52,8 +52,7 @@ class RankWatchdog:
                 self.stopped.set()
                 self._exit_if_stuck(error)
                 return
-            for hint in self._hints:
-                hint()
+            self._hint()
 
     def _found(self) -> BaseException | None:
         """What the first check that finds something returns."""

@@ -86,7 +86,7 @@ class Run:
         checks = [self.producers.failure, self._terminated, parent_check(rank), self.members.check]
         running, clears = self.producers.running, self.switch.clear_finished
         self._hints = WaitHints(self.trainer, self.client, running, clears, self._warn_once)
-        self.watchdog = RankWatchdog(checks, [lambda: self._hints.look(self.readers.values())])
+        self.watchdog = RankWatchdog(checks, lambda: self._hints.look(self.readers.values()))
         self.readers: dict[str, StreamReader] = {
             each.label: StreamReader(each, self, self.position if each.stage == "train" else None)
             for each in self.streams
