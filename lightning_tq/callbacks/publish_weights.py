@@ -255,11 +255,7 @@ def _full_state(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
 def _clear_earlier_versions(client: TransferQueueClient, partition: str) -> None:
     """Clear an earlier trainer's versions. Its readers continue with ours, unless it had sealed the partition."""
     known = client.get_stats()["partitions"].get(partition)
-    if known is None:
-        return
-    if known["sealed"]:
+    if known is not None and known["sealed"]:
         client.clear_partition(partition)
-        return
-    keys = list(tq.kv_list(partition).get(partition, {}))
-    if keys:
+    elif keys := list(tq.kv_list(partition).get(partition, {})):
         tq.kv_clear(keys, partition)
