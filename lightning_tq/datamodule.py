@@ -30,7 +30,7 @@ from lightning_tq.stream import (
     as_stream,
     check_records,
     check_streams,
-    check_tails,
+    check_tail,
     sampler_modules,
     stage_streams,
 )
@@ -209,7 +209,8 @@ class TQDataModule(LightningDataModule):
         topology = trainer_topology(trainer, self._dp_rank, self._dp_size)
         streams = stage_streams(entry, self._streams)
         check_shares(trainer, streams)
-        check_slots(trainer, streams)
+        if entry == "fit":
+            check_slots(trainer, self._streams["train"][0])
         self._group = ProducerGroup(self._producers if trainer.is_global_zero else ())
         shared = run_on_rank_zero(trainer, lambda: self._prepare(entry, topology, streams))
         rank_zero_info(f"Queue: {shared.address} (watch it with: lightning-tq status --watch {shared.address})")
@@ -237,12 +238,13 @@ class TQDataModule(LightningDataModule):
     def _prepare(self, entry: str, topology: Topology, streams: list[StageStream]) -> SharedQueue:
         """The first rank's work before any rank may fetch."""
         trainer = self._own_trainer()
-        check_tails(streams, topology.dp_size)
+        if entry == "fit":
+            check_tail(self._streams["train"][0], topology.dp_size)
         replays = check_records(streams, topology.dp_size, bool(self._producers))
         self.open()
         checkpoint = resume_path(trainer)
         if entry == "fit" and self._ack in ("auto", "checkpoint"):
-            check_checkpoints(trainer, streams, topology.dp_size, self.client.get_stats()["capacity"])
+            check_checkpoints(trainer, self._streams["train"][0], topology.dp_size, self.client.get_stats()["capacity"])
         if entry == "fit" and checkpoint is not None and not replays:
             restore_queue(self.client, checkpoint)
         self._partitions_at_start = self.client.get_partition_list()

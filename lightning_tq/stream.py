@@ -266,14 +266,13 @@ def stage_streams(entry: str, streams: Mapping[str, Sequence[Stream]]) -> list[S
     ]
 
 
-def check_tails(streams: Sequence[StageStream], dp_size: int) -> None:
+def check_tail(train: Stream, dp_size: int) -> None:
     """Raise InvalidRequestError where training would end earlier on one rank, and the others would wait forever."""
-    for each in streams:
-        if each.stage == "train" and each.stream.tail == "uneven_ok" and dp_size > 1:
-            raise InvalidRequestError(
-                f"stream {each.label!r}: tail='uneven_ok' can end the stream on one of {dp_size} ranks before the "
-                f"others, which would then wait forever in their next collective. Use 'drop' or 'pad'."
-            )
+    if train.tail == "uneven_ok" and dp_size > 1:
+        raise InvalidRequestError(
+            f"stream 'train': tail='uneven_ok' can end the stream on one of {dp_size} ranks before the others, which "
+            f"would then wait forever in their next collective. Use 'drop' or 'pad'."
+        )
 
 
 def check_records(streams: Sequence[StageStream], dp_size: int, has_producers: bool) -> bool:

@@ -114,30 +114,29 @@ def _distance(trainer: Trainer, callback: Callback, num_batches: int | None) -> 
     return callback._every_n_epochs * num_batches
 
 
-def check_checkpoints(trainer: Trainer, streams: Sequence[StageStream], dp_size: int, samples: int | None) -> None:
+def check_checkpoints(trainer: Trainer, train: Stream, dp_size: int, samples: int | None) -> None:
     """Raise InvalidRequestError where samples that wait for a checkpoint would fill the queue before it is saved.
 
     Args:
+        train: The stream that is trained.
         samples: How many the queue holds at most; None: any number.
     """
-    for each in streams:
-        stream = each.stream
-        rows = (stream.micro_batch_size or stream.batch_size or 0) * dp_size
-        distance = batches_between_checkpoints(trainer, stream)
-        if each.stage != "train" or not stream.clear_consumed or samples is None or distance is None or not rows:
-            continue
-        ahead = int(fetches_ahead(trainer, stream))
-        if (distance + ahead) * rows <= samples:
-            continue
-        fits = (samples // rows - ahead) // trainer.accumulate_grad_batches
-        sooner = f"save a checkpoint at least every {fits} steps (ModelCheckpoint(every_n_train_steps={fits})), "
-        raise InvalidRequestError(
-            f"stream {each.label!r} keeps its samples until a checkpoint holds their step, so that a resumed run can "
-            f"train them again. The next checkpoint comes after {distance:,} batches of {rows:,} samples, but the "
-            f"queue holds {samples:,} samples (total_storage_size): training would stand still before it. To go on, "
-            f"{sooner if fits > 0 else ''}acknowledge without a checkpoint (TQDataModule(ack='step')), or raise "
-            f"total_storage_size."
-        )
+    rows = (train.micro_batch_size or train.batch_size or 0) * dp_size
+    distance = batches_between_checkpoints(trainer, train)
+    if not train.clear_consumed or samples is None or distance is None or not rows:
+        return
+    ahead = int(fetches_ahead(trainer, train))
+    if (distance + ahead) * rows <= samples:
+        return
+    fits = (samples // rows - ahead) // trainer.accumulate_grad_batches
+    sooner = f"save a checkpoint at least every {fits} steps (ModelCheckpoint(every_n_train_steps={fits})), "
+    raise InvalidRequestError(
+        f"stream 'train' keeps its samples until a checkpoint holds their step, so that a resumed run can train them "
+        f"again. The next checkpoint comes after {distance:,} batches of {rows:,} samples, but the queue holds "
+        f"{samples:,} samples (total_storage_size): training would stand still before it. To go on, "
+        f"{sooner if fits > 0 else ''}acknowledge without a checkpoint (TQDataModule(ack='step')), or raise "
+        f"total_storage_size."
+    )
 
 
 def fetches_ahead(trainer: Trainer, stream: Stream) -> bool:
@@ -173,22 +172,17 @@ def check_shares(trainer: Trainer, streams: Sequence[StageStream]) -> None:
                 )
 
 
-def check_slots(trainer: Trainer, streams: Sequence[StageStream]) -> None:
+def check_slots(trainer: Trainer, train: Stream) -> None:
     """Raise InvalidRequestError where a step would need more groups than may be begun before it, and wait for ever."""
-    for each in streams:
-        sampler = each.stream.sampler
-        if each.stage != "train" or not isinstance(sampler, GroupSampler):
-            continue
-        ahead = fetches_ahead(trainer, each.stream)
-        batches = ahead + (trainer.accumulate_grad_batches if each.stream.micro_batch_size is None else 1)
-        if sampler.budget < batches * sampler.groups:
-            why = "Lightning fetches one batch ahead where the length is unknown" if ahead else "gradients accumulate"
-            remedy = "set Stream(num_batches=...), the batches per epoch, or " if ahead else ""
-            raise InvalidRequestError(
-                f"stream {each.label!r} needs {batches} batches of {sampler.groups} groups at once, because {why}, but "
-                f"its GroupSampler admits {sampler.budget} groups: training would wait for ever. To go on, {remedy}"
-                f"raise ahead."
-            )
+    sampler, ahead = train.sampler, fetches_ahead(trainer, train)
+    batches = ahead + (trainer.accumulate_grad_batches if train.micro_batch_size is None else 1)
+    if isinstance(sampler, GroupSampler) and sampler.budget < batches * sampler.groups:
+        why = "Lightning fetches one batch ahead where the length is unknown" if ahead else "gradients accumulate"
+        remedy = "set Stream(num_batches=...), the batches per epoch, or " if ahead else ""
+        raise InvalidRequestError(
+            f"stream 'train' needs {batches} batches of {sampler.groups} groups at once, because {why}, but its "
+            f"GroupSampler admits {sampler.budget} groups: training would wait for ever. To go on, {remedy}raise ahead."
+        )
 
 
 def ignore_harmless_warnings() -> None:
