@@ -50,13 +50,12 @@ class QueueConnection:
     def client(self) -> TransferQueueClient:
         """This process's client. Raises NotInitializedError (a TransferQueueError) before there is a queue."""
         try:
-            client: TransferQueueClient = tq.get_client()
+            return tq.get_client()
         except NotInitializedError as error:
             raise NotInitializedError(
                 "there is no queue in this process yet, or it was closed. A run opens it. To use it before a run, call "
                 "open() of the TQDataModule first (dm.open()), or transfer_queue.init()."
             ) from error
-        return client
 
     @property
     def conf(self) -> Any:

@@ -183,8 +183,7 @@ class Run:
 
     @property
     def overfits(self) -> bool:
-        share: float = getattr(self.trainer, "overfit_batches", 0)
-        return share > 0
+        return float(getattr(self.trainer, "overfit_batches", 0)) > 0
 
     def stream_ended(self, reader: StreamReader) -> None:
         progress = reader.progress
