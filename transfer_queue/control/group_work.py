@@ -45,17 +45,21 @@ def groups_of(partition: Partition) -> Groups:
 
 
 def settle(state: PlaneState, partition: Partition) -> None:
-    """End a change of groups: what follows from it is done, values are deleted, and those that wait are woken."""
+    """End a change of groups: what follows from it is done, and those that wait are woken."""
     groups = groups_of(partition)
     while groups.touched:
         touched, groups.touched = groups.touched, {}
         for group in touched.values():
             _go_on(state, partition, groups, group)
-    if groups.gone:
-        gone, groups.gone = np.concatenate(groups.gone), []
-        state.delete(state.freezes.keep(gone))  # unless a save is still to read them
     state.freed(partition)
     state.waits.wake_first((LEASES,))
+
+
+def clear(state: PlaneState, partition: Partition, indexes: Iterable[int]) -> None:
+    """Delete these rows and their values. A ``settle`` follows."""
+    wanted = np.fromiter(indexes, dtype=np.int64)
+    if len(wanted):
+        state.delete(state.freezes.keep(partition.clear(wanted)))  # unless a save is still to read them
 
 
 def _go_on(state: PlaneState, partition: Partition, groups: Groups, group: Group) -> None:
@@ -95,7 +99,7 @@ class NewRows(Holding):
         if partition is None or not groups_of(partition).may_undo(role, self._indexes):
             return False
         partition.num_heads -= len(self._indexes) if isinstance(role, p.Terms) else 0
-        groups_of(partition).clear(self._indexes.tolist())
+        clear(self._state, partition, self._indexes.tolist())
         settle(self._state, partition)
         return True
 
@@ -152,7 +156,7 @@ def lost(state: PlaneState, lease: HeldLease, reason: str, blame: str | None) ->
 def leave(state: PlaneState, partition: Partition, group: Group, into: str, reason: str) -> None:
     """The group is not trained. Its slot is free, its rows are gone, and those who work on it hear of that."""
     _drop(state, partition, group, into, reason)
-    groups_of(partition).clear(group.all_members())
+    clear(state, partition, group.all_members())
 
 
 def finish(state: PlaneState, partition: Partition, group: Group) -> None:
@@ -163,7 +167,7 @@ def finish(state: PlaneState, partition: Partition, group: Group) -> None:
         if any(own.ledger.is_open(own.given.item(row)) for own in readers for row in rows):
             return
     _drop(state, partition, group, GONE)
-    groups_of(partition).clear([*group.all_members(), group.index])
+    clear(state, partition, [*group.all_members(), group.index])
 
 
 def _drop(state: PlaneState, partition: Partition, group: Group, into: str, reason: str = "") -> None:
@@ -241,7 +245,7 @@ def deadline(state: PlaneState, partition: Partition, group: Group) -> None:
     if group.is_under_work and len(group.closed) >= (group.terms.min_parts or group.terms.parts):
         state.leases.abort_all(group)
         group.is_complete = True
-        groups.clear(group.members_of(group.open_parts()))
+        clear(state, partition, group.members_of(group.open_parts()))
         groups.update(group)
         watch_deadline(state, partition, group)  # now for its gate's tags
     elif group.is_under_work:

@@ -50,7 +50,6 @@ class Samples(Protocol):
 
     def rows_of(self, indexes: Indexes) -> Rows: ...
     def set_tags(self, tags: Mapping[int, Tags], merge: bool) -> None: ...
-    def clear(self, indexes: Indexes) -> Indexes: ...
 
 
 class Queue(Protocol):
@@ -76,8 +75,6 @@ class Groups:
         """Those with an open part that no lease has."""
         self.touched: dict[int, Group] = {}
         """Those of them whose record has changed, so that more may follow from it."""
-        self.gone: list[Indexes] = []
-        """Rows that were deleted, and whose values are still to be."""
         self.counts: Counter[str] = Counter()
         """Groups by state, without those that wait for their first lease; of those that left, all that ever did."""
         self.arrivals = itertools.count()
@@ -225,12 +222,6 @@ class Groups:
         if state == REJECTED:
             reason = shortened(reason)
             self.rejected[reason if reason in self.rejected or len(self.rejected) < MOST_REASONS else "others"] += 1
-
-    def clear(self, indexes: Iterable[int]) -> None:
-        """Delete these rows. Their values follow."""
-        wanted = np.fromiter(indexes, dtype=np.int64)
-        if len(wanted):
-            self.gone.append(self.partition.clear(wanted))
 
     # ---- members ----
 

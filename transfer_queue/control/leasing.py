@@ -90,7 +90,7 @@ class _Grants:
                 self._take_fresh(partition, groups, among)
             if made := self._leases[num_before:]:
                 self._state.producers.announced(self._call, groups.member_fields)
-                groups.clear(self._unused)
+                group_work.clear(self._state, partition, self._unused)
                 self._unused.clear()
                 group_work.settle(self._state, partition)
                 self._describe_heads(partition, np.array([each.group.index for each in made], dtype=np.int64))

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from transfer_queue import protocol as p
 from transfer_queue.calls import Call, Calls, Steps, Wait
 from transfer_queue.control import (
@@ -94,6 +96,6 @@ class ControlPlane:
         self.calls.done(client, batches)
 
     def take_unused(self) -> list[p.Indexes]:
-        """The samples whose values became unused since the last call, and must be deleted."""
+        """The samples whose values became unused since the last call, and must be deleted; together, if there are any."""
         unused, self.state.unused = self.state.unused, []
-        return unused
+        return [np.concatenate(unused)] if unused else unused
