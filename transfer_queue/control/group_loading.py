@@ -56,6 +56,7 @@ def _load(groups: Groups, index: int, terms: Terms, tags: Tags) -> None:
     group.attempts, group.worker_attempts, group.passed = attempts, worker_attempts, bool(passed)
     group.closed, group.reasons = set(closed), reasons
     group.is_complete = state not in UNDER_WORK
-    group.trained = frozenset(terms.tasks if state == TRAINED else ())
     groups.enter(group)
     groups.update(group)
+    for task in terms.tasks if state == TRAINED else ():
+        groups.drawn(task, [group], None)

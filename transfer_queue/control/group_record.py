@@ -88,8 +88,8 @@ class Group:
     ``holders``: by part, the lease that has it, or had it last. ``members``: by part, the indexes of its rows.
     ``left``: the state in which it left. ``is_complete``: no more members will come. ``passed``: no gate is against it,
     so it may be drawn. ``is_ready``: some task could draw it now. ``drawn``: tasks that were given it, each with its
-    batch, until that is trained. ``trained``, ``acked``: tasks. ``arrivals``: by task, its place in the order in which
-    groups became ready.
+    batch; None once it has trained it. ``acked``: tasks. ``arrivals``: by task, its place in the order in which groups
+    became ready.
     """
 
     __slots__ = (
@@ -111,7 +111,6 @@ class Group:
         "seq",
         "state",
         "terms",
-        "trained",
         "version",
         "worker_attempts",
     )  # fmt: skip
@@ -128,7 +127,7 @@ class Group:
         self.arrivals: dict[str, int] = {}
         self.reasons: list[str] = []
         self.drawn: dict[str, Drawn | None] = {}
-        self.trained = self.acked = _NOBODY
+        self.acked = _NOBODY
 
     def next_state(self) -> str:
         """The state that its record says."""
@@ -138,7 +137,8 @@ class Group:
             return RUNNING if any(own.is_held for own in self.holders.values()) else WAITING
         if not self.drawn:
             return READY if self.is_ready else CLOSED
-        return TRAINED if self.trained and self.is_done_by_all(self.trained) else DRAWN
+        trained = [task for task, batch in self.drawn.items() if batch is None]
+        return TRAINED if self.is_done_by_all(trained) else DRAWN
 
     @property
     def is_under_work(self) -> bool:

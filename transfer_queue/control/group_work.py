@@ -14,7 +14,6 @@ from transfer_queue.control.consumer import UNLEDGERED, Consumer
 from transfer_queue.control.gate import parse_gate
 from transfer_queue.control.group_record import (
     CLOSED,
-    DRAWN,
     EXPIRED,
     FAILED,
     GONE,
@@ -161,10 +160,8 @@ def leave(state: PlaneState, partition: Partition, group: Group, into: str, reas
 
 def finish(state: PlaneState, partition: Partition, group: Group) -> None:
     """The group is done: it is deleted, with its head. A task that follows another may still hold its members."""
-    readers = [own for name, own in partition.consumers.items() if state.tasks.is_follower(name)]
-    if readers:
-        rows = partition.rows_of(np.array(group.all_members()[:1], dtype=np.int64)).tolist()
-        if any(own.ledger.is_open(own.given.item(row)) for own in readers for row in rows):
+    for name, own in partition.consumers.items():
+        if state.tasks.is_follower(name) and own.ledger.is_open(_number_given(partition, own, group)):
             return
     _drop(state, partition, group, GONE)
     clear(state, partition, [*group.all_members(), group.index])
@@ -281,24 +278,30 @@ def restored(state: PlaneState, versions: Mapping[str, int], next_token: int) ->
 
 def _find_drawn(state: PlaneState, partition: Partition, groups: Groups, consumer: Consumer) -> None:
     """What a task was given before the queue was saved. What it has not acknowledged, it may have trained."""
-    task, given, ledger = consumer.task, consumer.given, consumer.ledger
-    drawn, over = list[Group](), list[Group]()
+    task, ledger = consumer.task, consumer.ledger
+    given, over = set[Group](), list[Group]()
     draws_any = state.leases.sampler(task) is not None
     for group in groups.live.values():
         is_for = task in group.terms.tasks or (draws_any and group.is_for(task))
-        if is_for and group.is_complete and group.num_members:
-            number = given.item(int(partition.rows_of(np.array(group.all_members()[:1], dtype=np.int64))[0]))
-            (drawn if ledger.is_open(number) else over if number else list[Group]()).append(group)
-    groups.drawn(task, drawn + over, None)
+        number = _number_given(partition, consumer, group) if is_for and group.is_complete else 0
+        if number and not ledger.is_open(number):
+            over.append(group)
+        elif number and task not in group.drawn:
+            given.add(group)
     groups.acked(task, over)
     rounds: dict[Hashable, list[tuple[Hashable, int | None, list[Group]]]] = {}
-    for entry in ledger.open_entries() if drawn else ():
-        rows, found = partition.table.find(entry.indexes)
-        own = [group for group in groups.of_rows(rows[found]) if group.state == DRAWN]
+    for entry in ledger.open_entries() if given else ():
+        own = [group for group in groups.of(entry.indexes) if group in given]
         if own:
             rounds.setdefault(entry.key if entry.dp_size is None else entry.key[1], []).append((*entry.key, own))
     for batches in rounds.values():
         _was_given(state, partition, task, batches)
+
+
+def _number_given(partition: Partition, consumer: Consumer, group: Group) -> int:
+    """The number of the batch in which a task was given this group; 0: in none."""
+    first = np.array(group.all_members()[:1], dtype=np.int64)
+    return int(consumer.given[partition.rows_of(first)].sum())
 
 
 # ---- gates ----
@@ -309,8 +312,8 @@ def retagged(state: PlaneState, partition: Partition, indexes: Iterable[int]) ->
     groups = partition.groups
     if groups is None or not groups.counts[CLOSED]:
         return
-    rows, found = partition.table.find(np.fromiter(indexes, dtype=np.int64))
-    groups.touched.update((group.index, group) for group in groups.of_rows(rows[found]))
+    own = groups.of(np.fromiter(indexes, dtype=np.int64))
+    groups.touched.update((group.index, group) for group in own)
     settle(state, partition)
 
 
@@ -440,10 +443,8 @@ def drop_stale(state: PlaneState, partition: Partition, task: str, step: int, am
 
 def _skip(partition: Partition, group: Group, task: str) -> None:
     """One task trains without this group, which others have been given."""
-    groups = groups_of(partition)
-    groups.drawn(task, [group], None)
+    groups_of(partition).acked(task, [group])
     partition.consumer(task).give(partition.rows_of(np.array(group.all_members(), dtype=np.int64)), UNLEDGERED)
-    groups.acked(task, [group])
 
 
 def heard_of_trained(state: PlaneState, partition: Partition, task: str, reader: Hashable, before: int | None) -> None:
@@ -456,7 +457,10 @@ def heard_of_trained(state: PlaneState, partition: Partition, task: str, reader:
 def trained(state: PlaneState, partition: Partition, task: str, batches: Sequence[Drawn]) -> None:
     """A task has trained these batches. The slots of the groups that all their tasks have trained are free."""
     for batch in batches:
-        groups_of(partition).trained(task, state.leases.trainers[task].has_trained(batch))
+        own = list(batch.groups.values())
+        for group in own:
+            state.leases.trainers[task].is_over(group, batch)
+        groups_of(partition).drawn(task, own, None)
     if batches:
         settle(state, partition)
 
@@ -466,8 +470,7 @@ def acked(state: PlaneState, partition: Partition, task: str, entries: Sequence[
     groups = partition.groups
     if groups is None or not entries or (state.leases.sampler(task) is None and not state.tasks.is_follower(task)):
         return
-    rows, found = partition.table.find(np.concatenate([entry.indexes for entry in entries]))
-    own = groups.of_rows(rows[found])
+    own = groups.of(np.concatenate([entry.indexes for entry in entries]))
     if state.tasks.is_follower(task):
         groups.touched.update((group.index, group) for group in own)  # they may only have waited for it
     else:

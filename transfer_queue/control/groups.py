@@ -114,6 +114,11 @@ class Groups:
         heads = dict.fromkeys(self.heads_of(rows).tolist())
         return [group for head in heads if (group := self.live.get(head)) is not None]
 
+    def of(self, indexes: Indexes) -> list[Group]:
+        """The live groups of these members, like ``of_rows``."""
+        rows, found = self._table.find(indexes)
+        return self.of_rows(rows[found])
+
     def described(self, rows: Rows) -> tuple[bytes | None, dict[int, int]]:
         """(packed heads by row, version by head), for a reply; (None, {}) if none of the rows has a group."""
         heads = self.heads_of(rows)
@@ -282,23 +287,18 @@ class Groups:
     # ---- draws ----
 
     def drawn(self, task: str, some: Iterable[Group], batch: Drawn | None) -> None:
-        """They were given to a task that draws groups."""
+        """They were given to a task that draws groups; None: it has trained them."""
         for group in some:
             group.drawn[task] = batch
             if group.is_done_by_all(group.drawn):
                 self.unfinished.pop(group.index, None)
             self.update(group)
 
-    def trained(self, task: str, some: Iterable[Group]) -> None:
-        for group in some:
-            group.trained |= {task}
-            self.update(group)
-
     def acked(self, task: str, some: Sequence[Group]) -> None:
         """The task has trained them, and asks for them no more."""
         for group in some:
             group.acked |= {task}
-        self.trained(task, some)
+        self.drawn(task, some, None)
 
     def undrawn(self, task: str, some: Sequence[Group]) -> None:
         """Nobody got them, so this task may draw them again."""
@@ -306,7 +306,6 @@ class Groups:
             if group.seq in self.overtaking.get(task, ()):
                 self.overtaking[task].remove(group.seq)
             del group.drawn[task]
-            group.trained -= {task}
             group.acked -= {task}
             if not group.is_done_by_all(group.drawn):
                 self.unfinished[group.index] = group

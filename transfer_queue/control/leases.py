@@ -58,19 +58,19 @@ class Trainer:
         self.last_step = max(self.last_step, step)
         return batches[-1]
 
-    def has_trained(self, batch: Drawn) -> list[Group]:
-        """Its groups."""
-        batches = self.batches[batch.partition, batch.reader]
-        batches.remove(batch)
-        if not batches:
-            del self.batches[batch.partition, batch.reader]
-        groups, batch.groups = batch.groups, {}
-        return list(groups.values())
-
     def is_over(self, group: Group, batch: Drawn | None) -> None:
-        """It has trained this group of the batch, or the group is gone, or nobody got it."""
-        if batch is not None and batch.groups.pop(group.index, None) is not None and not batch.groups:
-            self.has_trained(batch)
+        """It has trained this group of the batch, or the group is gone, or nobody got it. Batches end with their last.
+
+        ``batch`` None: it has trained the group before.
+        """
+        if batch is None:
+            return
+        del batch.groups[group.index]
+        if not batch.groups:
+            batches = self.batches[batch.partition, batch.reader]
+            batches.remove(batch)
+            if not batches:
+                del self.batches[batch.partition, batch.reader]
 
     def rejects(self, seen: Iterable[str]) -> None:
         self.rejected += 1

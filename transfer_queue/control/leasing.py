@@ -289,8 +289,7 @@ def reject(state: PlaneState, call: Call, request: p.RejectGroups) -> p.Reply:
     partition = state.get(request.partition)
     if partition.groups is None:
         raise GroupStateError(f"partition {request.partition!r} has no groups.")
-    rows, found = partition.table.find(p.unpack_indexes(request.indexes))
-    own = partition.groups.of_rows(rows[found])
+    own = partition.groups.of(p.unpack_indexes(request.indexes))
     for group in own:
         group_work.leave(state, partition, group, REJECTED, request.reason)
     group_work.settle(state, partition)

@@ -96,6 +96,6 @@ class ControlPlane:
         self.calls.done(client, batches)
 
     def take_unused(self) -> list[p.Indexes]:
-        """The samples whose values became unused since the last call, and must be deleted; together, if there are any."""
+        """The samples whose values became unused since the last call, and must be deleted: one array, or none."""
         unused, self.state.unused = self.state.unused, []
         return [np.concatenate(unused)] if unused else unused
