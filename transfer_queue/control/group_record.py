@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from transfer_queue.calls import Holding, Until
@@ -27,15 +27,13 @@ GONE: Final = "gone"
 RESERVED: Final = "group."
 """How the names of the tags begin that only the queue sets."""
 MOST_REASONS: Final = 8
-_REASON_LENGTH = 200
-_NOBODY: frozenset[str] = frozenset()
+LONGEST_REASON: Final = 200
 
 
 class Worker(Holding):
     """A session that has leases, until it ends. ``leases``: those that it holds, by token."""
 
     until = Until.SESSION
-    __slots__ = ("client", "leases", "on_end", "wakes_at")
 
     def __init__(self, client: str, on_end: Callable[[Worker, bool], None]) -> None:
         self.client, self.on_end = client, on_end
@@ -82,6 +80,7 @@ class Drawn:
     groups: dict[int, Group]
 
 
+@dataclass(slots=True, eq=False)
 class Group:
     """A group that work has begun on. ``seq``: the token of its first lease, which is its place in their order.
 
@@ -92,42 +91,26 @@ class Group:
     became ready.
     """
 
-    __slots__ = (
-        "acked",
-        "arrivals",
-        "attempts",
-        "closed",
-        "drawn",
-        "holders",
-        "index",
-        "is_charged",
-        "is_complete",
-        "is_ready",
-        "left",
-        "members",
-        "num_members",
-        "passed",
-        "reasons",
-        "seq",
-        "state",
-        "terms",
-        "version",
-        "worker_attempts",
-    )  # fmt: skip
-
-    def __init__(self, index: int, terms: Terms, seq: int, version: int | None) -> None:
-        self.index, self.terms, self.seq, self.version = index, terms, seq, version
-        self.state = WAITING
-        self.left = ""
-        self.attempts = self.worker_attempts = self.num_members = 0
-        self.is_complete = self.is_charged = self.passed = self.is_ready = False
-        self.closed: set[int] = set()
-        self.holders: dict[int, HeldLease] = {}
-        self.members: dict[int, list[int]] = {}
-        self.arrivals: dict[str, int] = {}
-        self.reasons: list[str] = []
-        self.drawn: dict[str, Drawn | None] = {}
-        self.acked = _NOBODY
+    index: int
+    terms: Terms
+    seq: int
+    version: int | None
+    state: str = WAITING
+    left: str = ""
+    attempts: int = 0
+    worker_attempts: int = 0
+    num_members: int = 0
+    is_complete: bool = False
+    is_charged: bool = False
+    passed: bool = False
+    is_ready: bool = False
+    acked: frozenset[str] = frozenset()
+    closed: set[int] = field(default_factory=set)
+    holders: dict[int, HeldLease] = field(default_factory=dict)
+    members: dict[int, list[int]] = field(default_factory=dict)
+    arrivals: dict[str, int] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)
+    drawn: dict[str, Drawn | None] = field(default_factory=dict)
 
     def next_state(self) -> str:
         """The state that its record says."""
@@ -164,28 +147,18 @@ class Group:
 
     def all_members(self) -> list[int]:
         """Ascending within each part."""
-        members = self.members
-        return [index for part in sorted(members) for index in members[part]]
+        return self.members_of(sorted(self.members))
 
     def members_of(self, parts: Iterable[int]) -> list[int]:
         return [index for part in parts for index in self.members.get(part, ())]
 
     def open_parts(self) -> list[int]:
-        parts, closed = range(self.terms.parts), self.closed
-        return [part for part in parts if part not in closed] if closed else list(parts)
-
-    @property
-    def has_free_part(self) -> bool:
-        closed = self.closed
-        for part, own in self.holders.items():
-            if not own.is_held and part not in closed:
-                return True
-        return len(self.holders) < self.terms.parts and bool(self.free_parts())
+        return [part for part in range(self.terms.parts) if part not in self.closed]
 
     def free_parts(self) -> list[int]:
         """Open parts that no lease has."""
-        parts, holders = self.open_parts(), self.holders
-        return [part for part in parts if (own := holders.get(part)) is None or not own.is_held] if holders else parts
+        holders = self.holders
+        return [part for part in self.open_parts() if part not in holders or not holders[part].is_held]
 
     def leases(self) -> list[HeldLease]:
         """Those of workers that are at it."""
@@ -193,7 +166,7 @@ class Group:
 
     def note(self, reason: str) -> None:
         """Why an attempt has failed, or why it leaves. The last attempt may have said so already."""
-        self.reasons = [*self.reasons, shortened(reason)][-MOST_REASONS:]
+        self.reasons = [*self.reasons, reason[:LONGEST_REASON]][-MOST_REASONS:]
 
     def tags(self) -> Tags:
         """What filters, watches and checkpoints see."""
@@ -206,11 +179,6 @@ class Group:
         if self.reasons:
             tags["group.reason"] = self.reasons
         return tags
-
-
-def shortened(reason: str) -> str:
-    """As much of it as is kept."""
-    return reason[:_REASON_LENGTH]
 
 
 def check_terms(terms: Terms) -> None:

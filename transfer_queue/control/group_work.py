@@ -86,7 +86,6 @@ class NewRows(Holding):
     """Heads of groups, or members of an open part, as a put leaves them. If the session ends, they stay."""
 
     outlives_session = True
-    __slots__ = ("_indexes", "_partition", "_role", "_serial", "_state")
 
     def __init__(self, state: PlaneState, partition: Partition, role: p.Role, indexes: p.Indexes) -> None:
         self._state, self._partition, self._serial = state, partition.name, partition.serial
@@ -214,7 +213,6 @@ class GroupReader(Holding):
     """A session that reads groups without batch numbers. What it was given and not trained ends with it."""
 
     until = Until.SESSION
-    __slots__ = ("_client", "_state")
 
     def __init__(self, state: PlaneState, client: str) -> None:
         self._state, self._client = state, client

@@ -18,6 +18,7 @@ import numpy as np
 from transfer_queue.control.group_record import (
     GONE,
     LEFT,
+    LONGEST_REASON,
     MOST_REASONS,
     REJECTED,
     RESERVED,
@@ -27,7 +28,6 @@ from transfer_queue.control.group_record import (
     Group,
     HeldLease,
     check_tags,
-    shortened,
 )
 from transfer_queue.control.keys_and_tags import TagStore, unpacked_tags
 from transfer_queue.control.ready import ReadySet
@@ -197,7 +197,7 @@ class Groups:
         """Its record has changed: so may its state, what is kept by state, and its tags."""
         before, now = group.state, group.next_state()
         self.touched[group.index] = self._unwritten[group.index] = group
-        if now in UNDER_WORK and group.has_free_part:
+        if now in UNDER_WORK and group.free_parts():
             self.with_free_parts[group.index] = group
         elif before in UNDER_WORK:
             self.with_free_parts.pop(group.index, None)
@@ -213,7 +213,8 @@ class Groups:
 
     def drop(self, group: Group, into: str, reason: str = "") -> None:
         """It is not live any more: it has left, or is about to be deleted."""
-        if into in LEFT and group.reasons[-1:] != [shortened(reason)]:  # the last attempt may have said so
+        reason = reason[:LONGEST_REASON]
+        if into in LEFT and group.reasons[-1:] != [reason]:  # the last attempt may have said so
             group.note(reason)
         self.count_rejected(into, reason)
         group.left, group.passed = into, False
@@ -225,7 +226,6 @@ class Groups:
     def count_rejected(self, state: str, reason: str) -> None:
         """A group has left, maybe because a gate or somebody rejected it."""
         if state == REJECTED:
-            reason = shortened(reason)
             self.rejected[reason if reason in self.rejected or len(self.rejected) < MOST_REASONS else "others"] += 1
 
     # ---- members ----

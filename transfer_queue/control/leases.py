@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from operator import attrgetter
@@ -28,6 +29,7 @@ STARVED_AFTER: Final = 10
 """A task's fetches fail after so many steps of groups were rejected in a row."""
 
 
+@dataclass(slots=True, eq=False)
 class Trainer:
     """A task that draws groups: the slots that are taken, and what it has drawn and not trained yet.
 
@@ -35,13 +37,11 @@ class Trainer:
     ``rejected``: groups in a row; ``seen``: what the gate saw of them.
     """
 
-    __slots__ = ("batches", "charged", "last_step", "rejected", "seen")
-
-    def __init__(self) -> None:
-        self.charged = self.rejected = 0
-        self.last_step = -1
-        self.batches: dict[tuple[str, Hashable], list[Drawn]] = {}
-        self.seen: Counter[str] = Counter()
+    charged: int = 0
+    rejected: int = 0
+    last_step: int = -1
+    batches: dict[tuple[str, Hashable], list[Drawn]] = field(default_factory=dict)
+    seen: Counter[str] = field(default_factory=Counter)
 
     def open_batches(self) -> list[Drawn]:
         """Those of which it has not trained all."""

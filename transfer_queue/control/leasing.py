@@ -27,8 +27,6 @@ from transfer_queue.errors import BatchTimeoutError, GroupStateError, LeaseLostE
 class Unconfirmed(Holding):
     """Leases that their worker may not have heard of. If it never does, the work is for others, and nobody's fault."""
 
-    __slots__ = ("_leases", "_state")
-
     def __init__(self, state: PlaneState, leases: list[HeldLease]) -> None:
         self._state, self._leases = state, leases
 
