@@ -206,7 +206,7 @@ def registered(state: PlaneState, task: str) -> None:
     for terms in [terms for partition in partitions for terms in groups_of(partition).fresh if task in terms.tasks]:
         state.leases.check_budgets(terms.tasks)
     for partition in partitions:
-        judge_all(state, partition)
+        look_again(state, partition)
 
 
 class GroupReader(Holding):
@@ -305,24 +305,16 @@ def _number_given(partition: Partition, consumer: Consumer, group: Group) -> int
 # ---- gates ----
 
 
-def retagged(state: PlaneState, partition: Partition, indexes: Iterable[int]) -> None:
-    """Tags of these rows have changed: a gate may have waited for them."""
-    groups = partition.groups
-    if groups is None or not groups.counts[CLOSED]:
-        return
-    own = groups.of(np.fromiter(indexes, dtype=np.int64))
-    groups.touched.update((group.index, group) for group in own)
-    settle(state, partition)
-
-
-def judge_all(state: PlaneState, partition: Partition) -> None:
-    """Gates judge what they have not judged: rows are gone, or a task is new."""
+def look_again(state: PlaneState, partition: Partition, tagged: Iterable[int] | None = None) -> None:
+    """Gates judge what they have not judged: these rows have other tags; None: rows are gone, or a task is new."""
     groups = partition.groups
     if groups is None:
         return
     if groups.counts[CLOSED]:  # each clear of samples asks for this, and there may be many live groups
-        groups.touched.update(item for item in groups.live.items() if item[1].state == CLOSED)
-    settle(state, partition)
+        some = groups.live.values() if tagged is None else groups.of(np.fromiter(tagged, dtype=np.int64))
+        groups.touched.update((group.index, group) for group in some if group.state == CLOSED)
+    if tagged is None or groups.touched:
+        settle(state, partition)
 
 
 def judge(state: PlaneState, partition: Partition, group: Group) -> None:
@@ -371,7 +363,7 @@ def before_draw(state: PlaneState, partition: Partition, task: str, ready: Calla
     assert sampler is not None
     _check_starved(task, sampler, trainer)
     if ready().follower is None:  # of a new reader, whose gate may be the first one for groups that name no task
-        judge_all(state, partition)
+        look_again(state, partition)
     queue = ready_groups(ready(), groups, sampler, task)  # only what is ready may be too old for it
     step = state.leases.step_of(task, partition.name)
     if step is not None:

@@ -11,16 +11,17 @@ from functools import partial
 from operator import attrgetter
 from typing import Final
 
-from transfer_queue.calls import Call, Calls, Wait
+from transfer_queue.calls import Call, Calls
 from transfer_queue.control.group_record import Drawn, Group, HeldLease, Worker
 from transfer_queue.errors import GroupStateError
-from transfer_queue.protocol import Done, RenewLeases, Reply, Terms
+from transfer_queue.protocol import Terms
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.sampler.group_sampler import GroupSampler
 
 LEASES = "leases"
 """A wait queue for each (partitions, filter, by part): what is first there gets the next group."""
-_RENEWALS = "renewals"
+RENEWALS = "renewals"
+"""A wait queue for each session: it is to hear of leases that are lost."""
 _MOST_SEEN = 32
 _TOKENS_SINCE_A_SAVE = 2**32
 """More than a queue grants after it was saved."""
@@ -239,7 +240,7 @@ class Leases:
         """Its work is of no use any more, and its worker hears of it. Returns whether it was not over before."""
         was_held = self.end(lease)
         if was_held:
-            self.calls.waits.wake((_RENEWALS, lease.worker.client))
+            self.calls.waits.wake((RENEWALS, lease.worker.client))
         return was_held
 
     def abort_all(self, group: Group) -> None:
@@ -253,23 +254,6 @@ class Leases:
         self.charge(group, by=-1)
         for task, batch in group.drawn.items():
             self.trainers[task].is_over(group, batch)
-
-    def renew(self, call: Call, request: RenewLeases) -> Reply | Wait:
-        """Work on these leases goes on. It waits for one that is lost."""
-
-        def lost() -> list[int]:
-            worker = self.workers.get(call.client)
-            return [token for token in request.leases if worker is None or token not in worker.leases]
-
-        def answer(wait: Wait | None, has_turn: bool) -> Reply | None:
-            gone = lost()
-            return Done(request.id, gone) if gone or (wait is not None and wait.late) else None
-
-        worker = self.workers.get(call.client)
-        for lease in [] if worker is None else map(worker.leases.get, request.leases):
-            if lease is not None:
-                lease.renewed = self.calls.now
-        return answer(None, True) or Wait((_RENEWALS, call.client), self.calls.now + request.wait_s, answer)
 
     # ---- ends of partitions ----
 

@@ -15,7 +15,7 @@ from transfer_queue.control.filtered import FilteredSet
 from transfer_queue.control.group_numbers import group_numbers
 from transfer_queue.control.group_record import REJECTED, Group, HeldLease
 from transfer_queue.control.groups import Groups
-from transfer_queue.control.leases import LEASES, is_of, is_pattern
+from transfer_queue.control.leases import LEASES, RENEWALS, is_of, is_pattern
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.serving import describe
@@ -38,8 +38,6 @@ class Unconfirmed(Holding):
 
 def lease(state: PlaneState, call: Call, request: p.LeaseGroups) -> p.Reply | Wait:
     """Lease what can be worked on now, or wait for it. Equal requests are served in order of arrival."""
-    if request.where is not None:
-        parse_filter(request.where)
     line = (LEASES, tuple(request.partitions), request.where, request.by_part)
 
     def answer(wait: Wait | None, has_turn: bool) -> p.Reply | More | None:
@@ -91,18 +89,16 @@ class _Grants:
                 group_work.clear(self._state, partition, self._unused)
                 self._unused.clear()
                 group_work.settle(self._state, partition)
-                self._describe_heads(partition, np.array([each.group.index for each in made], dtype=np.int64))
+                heads = np.array([each.group.index for each in made], dtype=np.int64)
+                rows = partition.rows_of(heads)
+                fields = [*partition.schema.fields_of(rows), *partition.lost_of(heads)]  # so reading it names the loss
+                self._heads.append(describe(self._request.id, partition, heads, fields, rows))
             if not self._num_missing:
                 break
         if not self._leases:
             return None
         self._state.calls.hold(self._call, Unconfirmed(self._state, self._leases))
         return p.LeasedGroups(self._request.id, self._granted, self._heads)
-
-    def _describe_heads(self, partition: Partition, indexes: p.Indexes) -> None:
-        rows = partition.rows_of(indexes)
-        fields = [*partition.schema.fields_of(rows), *partition.lost_of(indexes)]  # so reading it names the loss
-        self._heads.append(describe(self._request.id, partition, indexes, fields, rows))
 
     @property
     def _num_missing(self) -> int:
@@ -230,8 +226,17 @@ def end_lease(state: PlaneState, call: Call, request: p.EndLease) -> p.Reply:
 
 
 def renew(state: PlaneState, call: Call, request: p.RenewLeases) -> p.Reply | Wait:
-    """See ``Leases.renew``."""
-    return state.leases.renew(call, request)
+    """Work on these leases goes on. It waits for one that is lost."""
+    worker = state.leases.workers.get(call.client)
+    held = {} if worker is None else worker.leases
+    for token in held.keys() & request.leases:
+        held[token].renewed = state.calls.now
+
+    def answer(wait: Wait | None, has_turn: bool) -> p.Reply | None:
+        gone = [token for token in request.leases if token not in held]
+        return p.Done(request.id, gone) if gone or (wait is not None and wait.late) else None
+
+    return answer(None, True) or Wait((RENEWALS, call.client), state.calls.now + request.wait_s, answer)
 
 
 def advance(state: PlaneState, call: Call, request: p.Advance) -> p.Reply:

@@ -58,7 +58,7 @@ def set_tags(state: PlaneState, call: Call, request: p.SetTags) -> p.Reply:
             groups = partition.groups
             partition.set_tags(tags if groups is None else groups.with_reserved(tags, request.merge), request.merge)
             state.changed(partition)  # a sampler may have waited for a tag
-            group_work.retagged(state, partition, tags)
+            group_work.look_again(state, partition, tags)
     return p.Done(request.id)
 
 
@@ -89,7 +89,7 @@ def clear_samples(state: PlaneState, call: Call, request: p.ClearSamples) -> p.R
     gone = partition.clear(group_work.clearing(state, partition, p.unpack_indexes(request.indexes)))
     state.dropped.samples_cleared(partition, before)
     state.freed(partition)
-    group_work.judge_all(state, partition)
+    group_work.look_again(state, partition)
     return cleared(state, call, state.freezes.keep(gone))
 
 
@@ -119,7 +119,7 @@ def _clear_done(state: PlaneState, partition: Partition, being_read: list[BeingR
     gone = partition.clear(done[:PAGE])
     if len(gone):
         state.freed(partition)
-        group_work.judge_all(state, partition)
+        group_work.look_again(state, partition)
     return state.freezes.keep(gone), len(done) > PAGE
 
 

@@ -453,7 +453,7 @@ def _published(state: PlaneState, call: Call, request: p.Publish, partition: Par
     rows = partition.publish(indexes, request.fields, request.tags, now)
     _appeared(state, call, partition, role, indexes)
     if request.tags and role is None and partition.groups is not None:
-        group_work.retagged(state, partition, request.tags)
+        group_work.look_again(state, partition, request.tags)
     return rows
 
 
