@@ -106,11 +106,7 @@ def _full_states(singles: list[_Set], k: int) -> list[_State]:
         end = min(at + k, len(singles))
         if heap:  # items that are joined before a full state's turn
             end = bisect_left(singles, heap[0][0], at, end, key=_single)
-        row = _row(singles[at:end], k)
-        if heap and end - at < k:
-            heapq.heapreplace(heap, _joined(row[1], heap[0][1]))
-        else:
-            heapq.heappush(heap, row)
+        heapq.heappush(heap, _row(singles[at:end], k))
         at = end
     return heap
 

@@ -71,24 +71,21 @@ class TokenBudgetSampler(RoundSampler):
         return sampled, list(sampled)
 
     def round(self, wanted: Round) -> list[list[int]]:
-        return self._draw(wanted.ready, wanted.batch_size, len(wanted.ranks), wanted.partition)
-
-    def _draw(self, ready: Sequence[int], batch_size: int, num_ranks: int, view: Any) -> list[list[int]]:
-        """One list of samples per rank; empty while the round isn't complete."""
+        num_ranks, view = len(wanted.ranks), wanted.partition
         if view is None:
             raise SamplerError("TokenBudgetSampler reads tags and needs the partition= argument, got None.")
-        indexes, weights = self._prefix(ready, num_ranks * batch_size, num_ranks * self.max_tokens, view)
+        indexes, weights = self._prefix(wanted.ready, num_ranks * wanted.batch_size, num_ranks * self.max_tokens, view)
         if len(indexes) < num_ranks:
             return []
-        packing = _Packing(weights, num_ranks, batch_size, self.max_tokens)
+        packing = _Packing(weights, num_ranks, wanted.batch_size, self.max_tokens)
         count = packing.longest_prefix()
-        left = len(ready) - count
+        left = len(wanted.ready) - count
         sealed = getattr(view, "sealed", False) is True
         if left == 0 and not sealed and packing.has_room(count):
             return []
         if sealed and 0 < left < num_ranks:
             # Keep one sample per rank for a last round, because a smaller tail can't be dealt out.
-            shorter = len(ready) - num_ranks
+            shorter = len(wanted.ready) - num_ranks
             count = shorter if shorter >= num_ranks and packing.fits(shorter) else count
         return [[indexes[position] for position in part] for part in packing.balanced(count)]
 
