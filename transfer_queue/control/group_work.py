@@ -306,14 +306,18 @@ def _number_given(partition: Partition, consumer: Consumer, group: Group) -> int
 
 
 def look_again(state: PlaneState, partition: Partition, tagged: Iterable[int] | None = None) -> None:
-    """Gates judge what they have not judged: these rows have other tags; None: rows are gone, or a task is new."""
+    """Gates judge what they have not judged: these rows have other tags; None: rows are gone, or a task is new.
+
+    A lease may have waited for a head with such tags.
+    """
     groups = partition.groups
     if groups is None:
         return
+    indexes = None if tagged is None else np.fromiter(tagged, dtype=np.int64)
     if groups.counts[CLOSED]:  # each clear of samples asks for this, and there may be many live groups
-        some = groups.live.values() if tagged is None else groups.of(np.fromiter(tagged, dtype=np.int64))
+        some = groups.live.values() if indexes is None else groups.of(indexes)
         groups.touched.update((group.index, group) for group in some if group.state == CLOSED)
-    if tagged is None or groups.touched:
+    if indexes is None or groups.touched or groups.have_heads(indexes):
         settle(state, partition)
 
 

@@ -119,6 +119,11 @@ class Groups:
         rows, found = self._table.find(indexes)
         return self.of_rows(rows[found])
 
+    def have_heads(self, indexes: Indexes) -> bool:
+        """Whether one of these is a head."""
+        rows, found = self._table.find(indexes)
+        return bool(_IS_HEAD[self._table.column("state")[rows[found]]].any())
+
     def described(self, rows: Rows) -> tuple[bytes | None, dict[int, int]]:
         """(packed heads by row, version by head), for a reply; (None, {}) if none of the rows has a group."""
         heads = self.heads_of(rows)

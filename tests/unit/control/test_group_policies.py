@@ -239,6 +239,18 @@ def test_leases_that_can_not_be_used_any_more_are_aborted_when_the_version_advan
     assert (told.client, told.reply.value) == (WORKER, [old.token])
 
 
+# ---- a filter of leases ----
+
+
+def test_a_lease_that_waits_is_answered_by_the_tag_that_makes_a_group_match():
+    queue = Queue()
+    (head,) = queue.add(1)
+    assert queue.lease(where="env == 'math'", wait_s=30.0) is None
+    queue.ask(TRAINER, p.SetTags, {PART: {head: {"env": "math"}}}, True)
+    (granted,) = queue.inbox
+    assert [lease.head for lease in granted.reply.leases] == [head]
+
+
 # ---- after a restore ----
 
 
