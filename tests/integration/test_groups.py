@@ -333,6 +333,16 @@ def test_impossible_terms_are_refused(client, name, terms, text):
     assert client.add_groups(heads(1), name).size == 1
 
 
+@pytest.mark.parametrize("has_groups", [True, False])
+def test_tags_of_the_queue_are_refused_whatever_the_partition_holds(client, name, has_groups):
+    plain = client.put(heads(1), partition_id=name)
+    if has_groups:
+        client.add_groups(heads(1), name)
+    plain.update_custom_meta([{"group.state": "done"}])
+    with pytest.raises(tq.errors.InvalidRequestError, match="belong to the queue"):
+        client.set_custom_meta(plain)
+
+
 def test_a_gate_that_does_not_parse_leaves_the_task_as_it_was(client, name, actor):
     with pytest.raises(tq.errors.InvalidRequestError, match="the gate"):
         client.register_task(actor, tq.GroupSampler(groups=2, gate="std(reward"))

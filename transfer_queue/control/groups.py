@@ -27,7 +27,6 @@ from transfer_queue.control.group_record import (
     Drawn,
     Group,
     HeldLease,
-    check_tags,
 )
 from transfer_queue.control.keys_and_tags import TagStore, unpacked_tags
 from transfer_queue.control.ready import ReadySet
@@ -148,11 +147,7 @@ class Groups:
         self.partition.set_tags(dict.fromkeys(self._table.column("index")[rows].tolist(), waiting), merge=True)
 
     def with_reserved(self, tags: Mapping[int, Tags], merge: bool) -> Mapping[int, Tags]:
-        """Tags from a client. Those that replace the tags of heads keep what the queue has set.
-
-        Raises InvalidRequestError for reserved ones.
-        """
-        check_tags(tags.values())
+        """Tags from a client. Those that replace the tags of heads keep what the queue has set."""
         if merge:
             return tags
         found = {}

@@ -10,6 +10,7 @@ from transfer_queue import protocol as p
 from transfer_queue.calls import PAGE, Call, Holding
 from transfer_queue.control import following, group_work
 from transfer_queue.control.draw import foreign
+from transfer_queue.control.group_record import check_tags
 from transfer_queue.control.leases import LEASES
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import Rows
@@ -52,6 +53,8 @@ def seal(state: PlaneState, call: Call, request: p.SealPartition) -> p.Reply:
 
 def set_tags(state: PlaneState, call: Call, request: p.SetTags) -> p.Reply:
     """Set tags. Unknown partitions and samples are ignored."""
+    for tags in request.tags.values():
+        check_tags(tags.values())
     for name, tags in request.tags.items():
         partition = state.partitions.get(name)
         if partition is not None:
