@@ -386,9 +386,7 @@ def drew(
     _was_given(state, partition, task, given)
     sampler = state.leases.sampler(task)
     if sampler is not None and sampler.window is not None:
-        groups.overtaking[task] = sorted([
-            *groups.overtaking.get(task, ()), *(group.seq for _, _, own in given for group in own),
-        ])  # fmt: skip
+        groups.overtaking[task] = sorted(groups.overtaking[task] + [group.seq for _, _, own in given for group in own])
 
 
 def _was_given(

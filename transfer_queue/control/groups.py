@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Protocol
 from weakref import WeakSet
@@ -82,7 +82,7 @@ class Groups:
         """By gate, or other reason, how many were."""
         self.member_fields: set[str] = set()
         """Fields that members were put with. Who leases a group is about to put them."""
-        self.overtaking: dict[str, list[int]] = {}
+        self.overtaking: defaultdict[str, list[int]] = defaultdict(list)
         """By task, places of drawn groups that may lie behind undrawn ones in the order of first leases, ascending."""
         self.queues: WeakSet[Queue] = WeakSet()
         """Of tasks: they learn which groups may be drawn."""
@@ -303,7 +303,7 @@ class Groups:
     def undrawn(self, task: str, some: Sequence[Group]) -> None:
         """Nobody got them, so this task may draw them again."""
         for group in some:
-            if group.seq in self.overtaking.get(task, ()):
+            if group.seq in self.overtaking[task]:
                 self.overtaking[task].remove(group.seq)
             del group.drawn[task]
             group.acked -= {task}

@@ -48,9 +48,6 @@ class Trainer:
         """Those of which it has not trained all."""
         return [batch for own in self.batches.values() for batch in own]
 
-    def num_steps(self) -> int:
-        return len({batch.step for batch in self.open_batches()})
-
     def has_drawn(self, partition: str, reader: Hashable, number: int | None, step: int, own: list[Group]) -> Drawn:
         """``number`` None: the reader's next batch."""
         batches = self.batches.setdefault((partition, reader), [])
@@ -144,7 +141,10 @@ class Leases:
     def step_of(self, task: str, partition: str) -> int | None:
         """The step for which the task draws next."""
         version, trainer = self.version_of(partition), self.trainers[task]
-        return None if version is None else max(version + trainer.num_steps(), trainer.last_step + 1)
+        if version is None:
+            return None
+        steps = {batch.step for batch in trainer.open_batches()}
+        return max(version + len(steps), trainer.last_step + 1)
 
     def advance(self, partition: str, version: int, resumed: bool) -> None:
         known = self.versions.get(partition)

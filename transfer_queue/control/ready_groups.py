@@ -63,9 +63,9 @@ class ReadyGroups:
 
     def overtook(self, group: Group) -> list[int]:
         """See ``DrawableGroups``. Places in front of this group are forgotten."""
-        places = self.groups.overtaking
-        places[self._task] = [at for at in places.get(self._task, ()) if at > group.seq]
-        return places[self._task]
+        places = self.groups.overtaking[self._task]
+        places[:] = [at for at in places if at > group.seq]
+        return places
 
     def changed(self, rows: Rows, present: bool) -> None:
         """These rows are ready now, or not any more."""

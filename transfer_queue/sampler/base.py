@@ -201,12 +201,12 @@ class RoundSampler(BaseSampler):
     the caller gives arguments. Subclasses in other packages are always asked by ``sample``.
     """
 
-    @abstractmethod
     def round(self, wanted: Round) -> list[list[int]]:
-        """One batch per rank, disjoint; [] while there is none for some rank.
+        """One batch per rank, disjoint; [] while there is none for some rank. Here the oldest samples, in order.
 
         A round that doesn't exist yet must be cheap to refuse, because this is called after every change.
         """
+        return dealt(list(wanted.ready[: wanted.batch_size * len(wanted.ranks)]), wanted.batch_size)
 
     def _share(self, wanted: Round, rank: int, task_name: str, partition_id: str) -> Picked:
         """One rank's share of a round. The first rank to ask draws for all, and their shares are remembered."""

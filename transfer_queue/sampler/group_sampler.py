@@ -190,12 +190,8 @@ class GroupSampler(RoundSampler):
     def _dealt(self, wanted: Round, pick: Callable[[DrawableGroups], list[GroupView]]) -> list[list[int]]:
         queue: DrawableGroups | None = wanted.partition.group_queue(wanted.ready)
         chosen = [] if queue is None else pick(queue)
-        if queue is None or not chosen:
-            return []
         num_ranks, members = len(wanted.ranks), [group.all_members() for group in chosen]
-        if num_ranks == 1:
-            return [[index for own in members for index in own]]
-        if self.balance is None:
+        if self.balance is None or num_ranks == 1:
             parts = [list(range(rank, len(chosen), num_ranks)) for rank in range(num_ranks)]
         else:
             lengths = [sum(sample_weights(own, self.balance, wanted.partition)) for own in members]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from transfer_queue.errors import SamplerError
-from transfer_queue.sampler.base import Picked, Round, RoundSampler, dealt
+from transfer_queue.sampler.base import Picked, Round, RoundSampler
 
 _REPLICA_PREFIX = "data_replica_"
 
@@ -59,7 +59,7 @@ class RankAwareSampler(RoundSampler):
 
     def round(self, wanted: Round) -> list[list[int]]:
         _named(wanted.ranks[0], wanted.batch_index)
-        return dealt(list(wanted.ready[: wanted.batch_size * len(wanted.ranks)]), wanted.batch_size)
+        return super().round(wanted)
 
     def has_cached_result(
         self, partition_id: str, task_name: str, sampling_config: dict[str, Any] | None = None

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from transfer_queue.sampler.base import Picked, Round, RoundSampler, dealt
+from transfer_queue.sampler.base import Picked, RoundSampler
 
 
 class SequentialSampler(RoundSampler):
@@ -21,6 +21,3 @@ class SequentialSampler(RoundSampler):
     def sample(self, ready_indexes: Sequence[int], batch_size: int, *args: Any, **kwargs: Any) -> Picked:
         sampled = list(ready_indexes[:batch_size])
         return sampled, list(sampled)
-
-    def round(self, wanted: Round) -> list[list[int]]:
-        return dealt(list(wanted.ready[: wanted.batch_size * len(wanted.ranks)]), wanted.batch_size)
