@@ -99,7 +99,6 @@ class Group:
     left: str = ""
     attempts: int = 0
     worker_attempts: int = 0
-    num_members: int = 0
     is_complete: bool = False
     is_charged: bool = False
     passed: bool = False
@@ -136,6 +135,10 @@ class Group:
     @property
     def attempt(self) -> int:
         return 1 + self.attempts + self.worker_attempts
+
+    @property
+    def num_members(self) -> int:
+        return sum(map(len, self.members.values()))
 
     def is_for(self, task: str) -> bool:
         """Whether this task trains it: any does where its terms name none."""

@@ -245,8 +245,8 @@ def advance(state: PlaneState, call: Call, request: p.Advance) -> p.Reply:
         if partition.groups is None:
             continue
         for task, trainer in list(leases.trainers.items()):
-            batches = [batch for batch in trainer.open_batches() if batch.partition == partition.name]
-            group_work.trained(state, partition, task, [batch for batch in batches if batch.step < request.version])
+            own = [batch for batch in trainer.open_batches() if batch.partition == partition.name]
+            group_work.trained(state, partition, task, [batch for batch in own if batch.step < request.version])
             group_work.drop_stale(state, partition, task, request.version)
         group_work.settle(state, partition)
     state.waits.wake_first((LEASES,))
