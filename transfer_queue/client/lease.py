@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
@@ -62,7 +62,7 @@ class LeaseClient(Puts):
         return meta
 
 
-class Lease:
+class Lease(AbstractContextManager["Lease"], AbstractAsyncContextManager["Lease"]):
     """A worker's right to work on a group, or on parts of it.
 
     It ends by ``close``, ``release`` or ``reject``, or is lost: its session ends, or nobody renews it for ``lease_s``
@@ -212,14 +212,8 @@ class Lease:
             with suppress(LeaseLostError):  # it is another's, or was cleared
                 await self.async_release(text)
 
-    def __enter__(self) -> Lease:
-        return self
-
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         run_blocking(self._leave(error))
-
-    async def __aenter__(self) -> Lease:
-        return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         await self._leave(error)

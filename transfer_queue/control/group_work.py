@@ -151,10 +151,14 @@ def lost(state: PlaneState, lease: HeldLease, reason: str, blame: str | None) ->
     settle(state, partition)
 
 
-def leave(state: PlaneState, partition: Partition, group: Group, into: str, reason: str) -> None:
-    """The group is not trained. Its slot is free, its rows are gone, and those who work on it hear of that."""
-    _drop(state, partition, group, into, reason)
-    clear(state, partition, group.all_members())
+def leave(state: PlaneState, partition: Partition, group: Group, into: str, reason: str = "") -> None:
+    """The group goes. Its slot is free, its rows are gone, and those who work on it hear of that. Heads stay, unless
+    it is ``GONE``.
+    """
+    state.leases.dismiss(group)
+    groups_of(partition).drop(group, into, reason)
+    head = [group.index] if into == GONE else []
+    clear(state, partition, group.all_members() + head)
 
 
 def finish(state: PlaneState, partition: Partition, group: Group) -> None:
@@ -162,13 +166,7 @@ def finish(state: PlaneState, partition: Partition, group: Group) -> None:
     for name, own in partition.consumers.items():
         if state.tasks.is_follower(name) and own.ledger.is_open(_number_given(partition, own, group)):
             return
-    _drop(state, partition, group, GONE)
-    clear(state, partition, [*group.all_members(), group.index])
-
-
-def _drop(state: PlaneState, partition: Partition, group: Group, into: str, reason: str = "") -> None:
-    state.leases.dismiss(group)
-    groups_of(partition).drop(group, into, reason)
+    leave(state, partition, group, GONE)
 
 
 def clearing(state: PlaneState, partition: Partition, indexes: p.Indexes) -> p.Indexes:
@@ -179,7 +177,8 @@ def clearing(state: PlaneState, partition: Partition, indexes: p.Indexes) -> p.I
     more = []
     for group in [groups.live[index] for index in indexes.tolist() if index in groups.live]:
         more += group.all_members()
-        _drop(state, partition, group, GONE)
+        state.leases.dismiss(group)
+        groups.drop(group, GONE)
     return np.union1d(indexes, np.array(more, dtype=np.int64)) if more else indexes
 
 
