@@ -42,6 +42,7 @@ def load(partition: Partition, columns: Mapping[str, bytes], terms: Sequence[Ter
         if group is None or not part:
             raise ValueError("a member belongs to no group")
         group.members.setdefault(part - 1, []).append(index.item(row))
+        group.num_members += 1
 
 
 def _load(groups: Groups, index: int, terms: Terms, tags: Tags) -> None:

@@ -99,6 +99,7 @@ class Group:
     left: str = ""
     attempts: int = 0
     worker_attempts: int = 0
+    num_members: int = 0
     is_complete: bool = False
     is_charged: bool = False
     passed: bool = False
@@ -136,10 +137,6 @@ class Group:
     def attempt(self) -> int:
         return 1 + self.attempts + self.worker_attempts
 
-    @property
-    def num_members(self) -> int:
-        return sum(map(len, self.members.values()))
-
     def is_for(self, task: str) -> bool:
         """Whether this task trains it: any does where its terms name none."""
         return not self.terms.tasks or task in self.terms.tasks
@@ -150,18 +147,29 @@ class Group:
 
     def all_members(self) -> list[int]:
         """Ascending within each part."""
-        return self.members_of(sorted(self.members))
+        members = self.members
+        return [index for part in sorted(members) for index in members[part]]
 
     def members_of(self, parts: Iterable[int]) -> list[int]:
         return [index for part in parts for index in self.members.get(part, ())]
 
     def open_parts(self) -> list[int]:
-        return [part for part in range(self.terms.parts) if part not in self.closed]
+        parts, closed = range(self.terms.parts), self.closed
+        return [part for part in parts if part not in closed] if closed else list(parts)
+
+    @property
+    def has_free_part(self) -> bool:
+        """Whether ``free_parts`` has one; mostly known without looking at each part."""
+        closed = self.closed
+        for part, own in self.holders.items():
+            if not own.is_held and part not in closed:
+                return True
+        return len(self.holders) < self.terms.parts and bool(self.free_parts())
 
     def free_parts(self) -> list[int]:
         """Open parts that no lease has."""
-        holders = self.holders
-        return [part for part in self.open_parts() if part not in holders or not holders[part].is_held]
+        parts, holders = self.open_parts(), self.holders
+        return [part for part in parts if (own := holders.get(part)) is None or not own.is_held] if holders else parts
 
     def leases(self) -> list[HeldLease]:
         """Those of workers that are at it."""

@@ -197,7 +197,7 @@ class Groups:
         """Its record has changed: so may its state, what is kept by state, and its tags."""
         before, now = group.state, group.next_state()
         self.touched[group.index] = self._unwritten[group.index] = group
-        if now in UNDER_WORK and group.free_parts():
+        if now in UNDER_WORK and group.has_free_part:
             self.with_free_parts[group.index] = group
         elif before in UNDER_WORK:
             self.with_free_parts.pop(group.index, None)
@@ -272,6 +272,7 @@ class Groups:
             size = len(indexes) // len(members.parts)
             for at, part in enumerate(members.parts):
                 group.members.setdefault(part, []).extend(indexes[at * size : (at + 1) * size])
+            group.num_members += len(indexes)
         if not members.closes:
             return
         for part in members.parts:
@@ -337,6 +338,7 @@ class Groups:
             group = self.live.get(head)
             if group is not None and index in group.members.get(part, ()):
                 group.members[part].remove(index)
+                group.num_members -= 1
                 touched[head] = group
         for group in touched.values():
             self.update(group)
@@ -359,6 +361,7 @@ class Groups:
         assert all(self._table.find(np.array([index]))[1].all() for index in self.live), "heads of live groups are here"
         for group in self.live.values():
             members = group.all_members()
+            assert group.num_members == len(members), "members are counted"
             rows, found = table.find(np.array(members, dtype=np.int64))
             assert found.all(), "members are here"
             assert (self.heads_of(rows) == group.index).all(), "members name their head"

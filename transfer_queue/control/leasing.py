@@ -151,14 +151,16 @@ class _Grants:
         if request.keep == "none" and group.closed and not group.leases():
             group.closed.clear()
             self._unused += group.all_members()
-        free, kept = group.free_parts(), group.members if request.keep == "all" else {}
+        free = group.free_parts()
         key = partition.keys.key_of(group.index) or ""
         for parts in [[part] for part in free[: self._num_missing]] if request.by_part else [free]:
             lease = leases.grant(self._call, partition.name, group, parts, request.lease_s)
             self._leases.append(lease)
-            if request.keep != "all":
+            members: dict[int, bytes] = {}
+            if group.members and request.keep == "all":
+                members = {part: p.pack_indexes(own) for part in parts if (own := group.members.get(part))}
+            elif group.members:
                 self._unused += group.members_of(parts)
-            members = {part: p.pack_indexes(kept[part]) for part in parts if kept.get(part)}
             self._granted.append(
                 p.GrantedLease(
                     lease.token, partition.name, group.index, key, group.attempt, group.version, parts, members
