@@ -210,7 +210,8 @@ class TQDataModule(LightningDataModule):
         streams = stage_streams(entry, self._streams)
         check_shares(trainer, streams)
         if entry == "fit":
-            check_slots(trainer, self._streams["train"][0])
+            every_n_steps = [each.every_n_steps for each in callbacks_of(trainer) if isinstance(each, PublishWeights)]
+            check_slots(trainer, self._streams["train"][0], max(every_n_steps, default=1))
         self._group = ProducerGroup(self._producers if trainer.is_global_zero else ())
         shared = run_on_rank_zero(trainer, lambda: self._prepare(entry, topology, streams))
         rank_zero_info(f"Queue: {shared.address} (watch it with: lightning-tq status --watch {shared.address})")

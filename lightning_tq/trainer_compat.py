@@ -172,16 +172,43 @@ def check_shares(trainer: Trainer, streams: Sequence[StageStream]) -> None:
                 )
 
 
-def check_slots(trainer: Trainer, train: Stream) -> None:
-    """Raise InvalidRequestError where a step would need more groups than may be begun before it, and wait for ever."""
+def check_slots(trainer: Trainer, train: Stream, every_n_steps: int) -> None:
+    """Raise InvalidRequestError where a step would wait for ever for groups, or could not bound their staleness.
+
+    ``every_n_steps``: between two versions of the weights.
+    """
     sampler, ahead = train.sampler, fetches_ahead(trainer, train)
-    batches = ahead + (trainer.accumulate_grad_batches if train.micro_batch_size is None else 1)
-    if isinstance(sampler, GroupSampler) and sampler.budget < batches * sampler.groups:
+    if not isinstance(sampler, GroupSampler):
+        return
+    accumulated, is_cut = trainer.accumulate_grad_batches, train.micro_batch_size is not None
+    batches = ahead + (1 if is_cut else accumulated)
+    remedy = "set Stream(num_batches=...), the batches per epoch, or " if ahead else ""
+    if sampler.budget < batches * sampler.groups:
         why = "Lightning fetches one batch ahead where the length is unknown" if ahead else "gradients accumulate"
-        remedy = "set Stream(num_batches=...), the batches per epoch, or " if ahead else ""
         raise InvalidRequestError(
             f"stream 'train' needs {batches} batches of {sampler.groups} groups at once, because {why}, but its "
             f"GroupSampler admits {sampler.budget} groups: training would wait for ever. To go on, {remedy}raise ahead."
+        )
+    if sampler.stale == "train" or sampler.max_staleness is None:
+        return
+    if is_cut == (accumulated == 1):
+        why = "each micro-batch of a draw is a step" if is_cut else f"{accumulated} draws are one step"
+        raise InvalidRequestError(
+            f"the GroupSampler of stream 'train' bounds staleness (stale={sampler.stale!r}) where each draw is one "
+            f"optimizer step, but here {why}. Accumulate the micro-batches of one draw, with "
+            f"Stream(micro_batch_size=...) and as many accumulate_grad_batches, or set stale='train'."
+        )
+    if sampler.stale == "drop" and sampler.max_staleness < ahead:
+        raise InvalidRequestError(
+            f"the GroupSampler of stream 'train' drops groups that are more than {sampler.max_staleness} versions old, "
+            f"and what Lightning fetches ahead is one version old at least: it would drop every group. To go on, "
+            f"{remedy}raise max_staleness."
+        )
+    if sampler.max_staleness < every_n_steps > 1:
+        raise InvalidRequestError(
+            f"the GroupSampler of stream 'train' bounds staleness to {sampler.max_staleness} versions, but with "
+            f"PublishWeights(every_n_steps={every_n_steps}) workers get weights that are up to {every_n_steps} "
+            f"steps old. Lower every_n_steps, or raise max_staleness."
         )
 
 

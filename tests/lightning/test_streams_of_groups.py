@@ -261,6 +261,24 @@ def test_a_budget_that_no_step_could_start_with_is_refused(
             trainer().fit(model, datamodule=dm)
 
 
+@pytest.mark.parametrize(
+    ("stream", "options", "every_n_steps", "why"),
+    [
+        ({"of_stale": "drop", "of_max_staleness": 0, "of_ahead": 1}, {}, 1, "would drop every group. To go on, set"),
+        ({"of_stale": "wait", "micro_batch_size": 1, "num_batches": 2}, {}, 1, "each micro-batch of a draw is a step"),
+        ({"of_stale": "drop", "num_batches": 2}, {"accumulate_grad_batches": 2}, 1, "2 draws are one step"),
+        ({"of_stale": "wait", "num_batches": 2}, {}, 2, "workers get weights that are up to 2 steps old"),
+    ],
+)
+def test_a_bound_on_staleness_that_the_run_could_not_keep_is_refused(
+    data: Make, trainer: MakeTrainer, stream: dict[str, Any], options: dict[str, Any], every_n_steps: int, why: str
+) -> None:
+    dm = data(train=groups_of(2, **{"of_max_staleness": 1, **stream}))
+    publish = PublishWeights(every_n_steps=every_n_steps)
+    with pytest.raises(InvalidRequestError, match=why):
+        trainer(callbacks=[publish], **options).fit(Steps(), datamodule=dm)
+
+
 # ---- versions ----
 
 
