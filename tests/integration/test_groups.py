@@ -308,6 +308,18 @@ def test_odd_rows_are_not_dealt(client, name):
     lease.close(answers(1, 2, 3, 4))
 
 
+def test_a_lease_goes_on_after_a_part_that_it_does_not_have_was_refused(client, name):
+    client.add_groups(heads(1), name, parts=3)
+    lease, other = (*client.lease(name, by="part"), *client.lease(name))
+    for part in (0, 7, -1):
+        with pytest.raises(tq.errors.InvalidRequestError, match=f"has no part {part}, but 2 from 1 to 2"):
+            other.put(answers(1), part=part)
+    assert not other.aborted
+    lease.close(answers(1))
+    other.close(answers(2, 3))
+    assert state_of(client, name, other) == "closed"
+
+
 def test_a_head_with_a_key_that_exists_adds_no_group(client, name):
     client.add_groups(heads(1), name, keys=["a"])
     with pytest.raises(GroupStateError, match="1 of 2 keys exist"):

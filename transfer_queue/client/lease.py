@@ -132,6 +132,7 @@ class Lease(AbstractContextManager["Lease"], AbstractAsyncContextManager["Lease"
         Raises:
             LeaseLostError: another worker has the work by now, or it is of no use; nothing was stored.
             GroupStateError: the part was closed.
+            InvalidRequestError: the part isn't one of this lease's.
         """
         return await self._put(rows, tags, self._members(part))
 
@@ -170,6 +171,9 @@ class Lease(AbstractContextManager["Lease"], AbstractAsyncContextManager["Lease"
 
     def _members(self, part: int | None = None, closes: bool = False) -> p.Members:
         """Of this part; None: of all open ones."""
+        if part is not None and part not in self._granted.parts:
+            own = self._granted.parts
+            raise InvalidRequestError(f"this lease has no part {part!r}, but {len(own)} from {own[0]} to {own[-1]}.")
         parts = list(self.parts) if part is None else [part]
         if not parts:
             raise LeaseLostError("this lease has ended: its parts were closed, released or rejected before.")
@@ -192,7 +196,8 @@ class Lease(AbstractContextManager["Lease"], AbstractAsyncContextManager["Lease"
             self._is_lost()
             raise
         if members.closes:
-            self.parts = [each for each in self.parts if each not in members.parts]
+            closed = set(members.parts)
+            self.parts = [each for each in self.parts if each not in closed]
             if not self.parts:
                 self._client.renewals.remove(self)
         elif self.aborted:  # it was late, and nobody else had the work: the lease goes on
