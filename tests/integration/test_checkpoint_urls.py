@@ -204,6 +204,8 @@ def test_a_description_counts_what_the_queue_held(filled: tq.TransferQueueClient
 def test_a_url_that_nothing_opens_is_refused_before_anything_is_saved(filled: tq.TransferQueueClient) -> None:
     with pytest.raises(tq.ConfigError, match=r"nothing://a can't be reached: Protocol not known: nothing"):
         filled.save_checkpoint("nothing://a")
+    with pytest.raises(tq.ConfigError, match="'s3://' names no place for a checkpoint: add a bucket and a path"):
+        filled.save_checkpoint("s3://")
 
 
 @pytest.mark.parametrize("name", ["..", "a/b"])

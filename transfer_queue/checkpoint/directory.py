@@ -28,10 +28,9 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def _resolved(target: str | os.PathLike[str]) -> Path:
-    """Resolve a symbolic link, because the temporary directory must be a sibling of the real one."""
+    """Resolve links and "..", because the temporary directory must be a sibling of the real one."""
     scheme, _, path_of_url = os.fspath(target).partition("://")
-    path = Path(path_of_url if scheme in _OF_THIS_HOST and path_of_url else target).absolute()
-    return path.resolve() if path.is_symlink() else path
+    return Path(path_of_url if scheme in _OF_THIS_HOST and path_of_url else target).resolve()
 
 
 def _sibling(path: Path, suffix: str) -> Path:

@@ -38,10 +38,12 @@ class RemoteCheckpoint:
     """The place of one checkpoint at a URL. Credentials and endpoints are fsspec's own settings."""
 
     def __init__(self, url: str) -> None:
-        """Raises ConfigError if fsspec has no file system for this URL, or a package for it is missing."""
+        """Raises ConfigError for a URL without a path, or for which fsspec has no file system."""
         import fsspec  # it takes 30 ms, and only URLs need it
 
         self.url = url.rstrip("/")
+        if "://" not in self.url:
+            raise ConfigError(f"{url!r} names no place for a checkpoint: add a bucket and a path.")
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.url)
         except (ValueError, TypeError, ImportError) as error:

@@ -155,6 +155,13 @@ def test_a_link_to_a_checkpoint_stays_a_link(tmp_path):
     assert os.listdir(tmp_path / "disk") == ["c"]
 
 
+def test_a_path_that_leads_through_the_checkpoint_itself_is_saved_there(tmp_path):
+    for what in ("earlier", "new"):
+        with save(tmp_path / "c" / ".." / "c", what) as staging:
+            staging.commit()
+        assert (what_is_at(tmp_path / "c"), os.listdir(tmp_path)) == (what, ["c"])
+
+
 def test_a_file_system_without_locks_will_do(tmp_path, monkeypatch):
     def refusing(descriptor: int, operation: int) -> None:
         raise OSError(38, "Function not implemented")
