@@ -40,7 +40,7 @@ def wait_for_keys(state: PlaneState, call: Call, request: KeyWait) -> Wait:
 
 
 def _too_late(state: PlaneState, request: p.WaitKeys, matching: ReadySet | None, waited_s: float) -> p.Failed:
-    which = "there" if request.where is None else f"that match {request.where!r}"
+    which = "to be there" if request.where is None else f"that match {request.where!r}"
     text = f"waited {waited_s:.1f} s for {request.count} keys of partition {request.partition!r} {which}"
     why = "there is no such partition. Check its name and its producers"
     if matching is not None:
