@@ -36,6 +36,17 @@ def test_dtypes_are_kept_bit_by_bit(client, name, dtype):
     assert torch.equal(back.values().view(torch.uint8), column.reshape(-1).view(torch.uint8))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_column_cut_from_a_wider_tensor_keeps_its_values_also_with_one_row(client, name, dtype, rows):
+    column = torch.arange(2 * rows).reshape(rows, 2).to(torch.float32).to(dtype)[:, 1:]
+    for part in (column, [*column]):
+        meta = client.put({"x": part}, partition_id=name)
+        back = client.get_data(meta, layout="dense")["x"]
+        assert back.dtype == dtype
+        assert torch.equal(back.to(torch.complex64), column.to(torch.complex64))
+
+
 def test_tensors_of_equal_shape_come_back_jagged(client, name):
     column = torch.randn(3, 4, 2)
     back, entry = round_trip(client, name, column, 3)

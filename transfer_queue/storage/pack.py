@@ -313,7 +313,8 @@ def as_bytes(tensor: torch.Tensor) -> ByteArray:
     try:
         return tensor.numpy().reshape(-1).view(np.uint8)  # three times as fast
     except TypeError:  # NumPy has no such dtype
-        return tensor.reshape(-1).view(torch.uint8).numpy()
+        # A dim of size 1 may have any stride, with which there would be no view.
+        return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
