@@ -110,9 +110,50 @@ def test_lists_of_numbers_are_tensors_whatever_their_lengths_and_in_a_stack_they
     assert meta.field_schema["even"]["shape"] == (2,)
 
 
-@pytest.mark.parametrize("column", [[[1, None], [2, 3]], [[[1, 2], [3]], [[1], [2]]], [[1j], [1, 2]]], ids=str)
+@pytest.mark.parametrize(
+    "column",
+    [
+        [[1, None], [2, 3]], [[[1, 2], [3]], [[1], [2]]], [[1j], [1, 2]], [[[1, 2], [3]]], [[[1, 2], [3]], [[1]]],
+        [[], [[1]]], [[[1], [2]], [[3]]], [[1, [2]], [[3], 4]], [[1], 2], [[[2**63]]], [[["a"]]], [[[None]]],
+        [[[1, None]], [[1, 2]]], [[[{"role": "user"}]]],
+    ],
+    ids=str,
+)  # fmt: skip
 def test_lists_of_other_values_are_objects(client, name, column):
     assert list(client.get_data(client.put({"x": column}, partition_id=name))["x"]) == column
+
+
+@pytest.mark.parametrize(
+    ("column", "dtype"),
+    [
+        ([[[1, 2], [3, 4]]], torch.int64), ([[[1, 0.5]], [[1, 2]]], torch.float32), ([[[True]], [[False]]], torch.bool),
+        ([[[True]], [[2]]], torch.int64), ([[[]], [[]]], torch.int64), ([1, 0.5], torch.float32), ([True], torch.bool),
+        ([[[np.float64(0.1), 0.0]]], torch.float64), ([np.float64(0.1), 1], torch.float64),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_plain_numbers_and_lists_of_lists_of_one_shape_are_dense(client, name, column, dtype):
+    for container in (column, tuple(column)):
+        back = client.get_data(client.put({"x": container}, partition_id=name), layout="dense")["x"]
+        assert (back.dtype, back.tolist()) == (dtype, column)
+
+
+def test_tensors_in_lists_are_one_tensor_if_all_are_of_one_shape(client, name):
+    column = [[torch.ones(2), torch.zeros(2)], [torch.zeros(2), torch.ones(2)]]
+    meta = client.put({"x": column, "y": [[torch.ones(2)], []]}, partition_id=name)
+    data = client.get_data(meta, layout="dense")
+    assert torch.equal(data["x"], torch.stack([torch.stack(row) for row in column]))
+    assert [len(row) for row in data["y"]] == [1, 0]
+
+
+@pytest.mark.parametrize("number", [2**24 + 1, -(2**40) - 1, 1e39])
+@pytest.mark.parametrize("wrap", [lambda number: number, lambda number: [[number]]], ids=["plain", "lists of lists"])
+def test_no_number_of_a_column_changes_in_silence(client, name, wrap, number):
+    column = [wrap(0.5), wrap(number)]
+    with pytest.raises(ValueError, match=r"field 'x': .* row 1 does not fit.* Put .*torch\.float64"):
+        client.put({"x": column}, partition_id=name)
+    meta = client.put({"x": torch.tensor(column, dtype=torch.float64)}, partition_id=name)
+    assert client.get_data(meta, layout="dense")["x"].tolist() == column
 
 
 def test_lists_become_what_a_field_is_declared_as_by_ragged(client, name):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +28,7 @@ from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.metadata.field_schema import described_rows
 from transfer_queue.metadata.meta_rows import pick
 from transfer_queue.storage.base import InFront, StorageManager
-from transfer_queue.storage.number_lists import number_column
+from transfer_queue.storage.number_lists import dense_column, number_column
 from transfer_queue.storage.pack import FoundColumns, is_simple_jagged, named_columns, values_of
 from transfer_queue.storage.unpack import DataParser, parsed_rows
 from transfer_queue.transport.session import Session
@@ -447,10 +448,10 @@ def _num_rows(name: str, column: Any) -> int:
 
 
 def _joined(columns: Mapping[str, Any], count: int) -> TensorDict:
-    known = {name: _of_numbers(name, column) for name, column in columns.items()}
+    known = {name: _of_list(name, column) for name, column in columns.items()}
     try:
         return TensorDict(known, batch_size=[count])
-    except (ValueError, RuntimeError):  # lists of ints beyond 64 bits, or of numbers and None: they stay objects
+    except (ValueError, RuntimeError):  # ints beyond 64 bits, or numbers and None: they stay objects
         rows = TensorDict({}, batch_size=[count])
         for name, column in known.items():
             try:
@@ -462,7 +463,13 @@ def _joined(columns: Mapping[str, Any], count: int) -> TensorDict:
         return rows
 
 
-def _of_numbers(name: str, column: Any) -> Any:
-    """The column, as one tensor if it is lists of numbers."""
-    found = number_column(column, name) if isinstance(column, (list, tuple)) else None
+def _of_list(name: str, column: Any) -> Any:
+    """A list of numbers, or of lists, as one tensor or as objects; TensorDict decides about other columns."""
+    if not isinstance(column, (list, tuple)):
+        return column
+    found = number_column(column, name)
+    if found is None:
+        found = dense_column(column, name)
+    if found is None and not {list, array.array}.isdisjoint(map(type, column)):
+        return NonTensorStack(*column)
     return column if found is None else found

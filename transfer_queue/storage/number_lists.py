@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import array
+import itertools
 import struct
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -26,6 +27,8 @@ _FORMATS = {
 _VIA = {torch.bool: torch.uint8, torch.bfloat16: torch.float32}
 """Dtypes that ``struct`` does not write as they are."""
 _NUMBERS = frozenset((bool, int, float))
+_MOST_DIMS = 64
+"""Of a tensor. Lists that are deeper may contain themselves."""
 _EXACT = 1 << 24
 """Up to here, float32 has every whole number."""
 
@@ -64,6 +67,40 @@ def number_column(lists: Rows, field: str) -> torch.Tensor | None:
     if flat is None:
         return None
     return flat.view(len(lists), -1 if len(flat) else 0) if len(set(map(len, lists))) == 1 else _cut(flat, lists)
+
+
+def dense_column(column: Sequence[Any], field: str) -> torch.Tensor | None:
+    """What ``put`` makes of plain numbers, and of lists of lists of one shape; None: other values, or other shapes.
+
+    Raises:
+        InvalidRequestError: a number among floats is not a float32, or too large for one.
+    """
+    shape: list[int] = []
+    first: Any = list(column)
+    while type(first) is list and len(shape) < _MOST_DIMS:
+        shape.append(len(first))
+        first = first[0] if first else 0
+    if not isinstance(first, (bool, int, float, torch.Tensor)):
+        return None
+    values = list(column)
+    for size in shape[1:]:
+        if any(type(each) is not list or len(each) != size for each in values):
+            return None
+        values = list(itertools.chain.from_iterable(values))
+    kinds = set(map(type, values))
+    if len(shape) > 1 and all(isinstance(value, torch.Tensor) for value in values) and values:
+        first = values[0].shape
+        return torch.stack(values).view(*shape, *first) if all(value.shape == first for value in values) else None
+    if np.float64 in kinds and kinds <= {*_NUMBERS, np.float64}:
+        return torch.tensor(values, dtype=torch.float64).view(shape)
+    if not kinds <= _NUMBERS:
+        return None
+    try:
+        flat = _of_default([values], f"field {field!r}")
+    except InvalidRequestError:  # once more, to name the row
+        per_row = len(values) // len(column)
+        flat = _of_default([values[at : at + per_row] for at in range(0, len(values), per_row)], f"field {field!r}")
+    return None if flat is None else flat.view(shape)
 
 
 def _cut(flat: torch.Tensor, lists: Rows) -> torch.Tensor:
@@ -160,6 +197,6 @@ def _check_whole_numbers(flat: Flat, lists: Rows, what: str) -> None:
 
 def _lost(what: str, row: int, why: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"{what}: lists with floats become float32, and row {row} does not fit: {why}. "
-        f"Put tq.ragged(lists, torch.float64)."
+        f"{what}: numbers with floats become float32, and row {row} does not fit: {why}. "
+        f"Put tq.ragged(lists, torch.float64), or torch.tensor(column, dtype=torch.float64)."
     )
