@@ -4,7 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import datetime
+import decimal
+import enum
 import logging
+import uuid
 from typing import Any
 
 import numpy as np
@@ -17,6 +22,15 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 import transfer_queue as tq
 
 CONF = {"controller": {"polling_mode": True, "sampler_modules": ["tests.integration.scoring_sampler"]}}
+
+
+class Kind(enum.Enum):
+    A = "a"
+
+
+@dataclasses.dataclass(frozen=True)
+class OneField:
+    a: int
 
 
 # ---- versions ----
@@ -142,6 +156,26 @@ def test_tuples_and_sets_in_tags_are_refused_and_nothing_is_written(client, name
     with pytest.raises(tq.UnsupportedValueError, match="would come back as a list"):
         client.put(rows(x=torch.arange(1)), partition_id=name, tags=[{"t": value}])
     assert name not in client.get_partition_list()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        datetime.datetime(2020, 1, 1), datetime.timedelta(1), uuid.UUID(int=1), decimal.Decimal("1.5"), OneField(1),
+        Kind.A, np.datetime64("2020"), bytearray(b"a"), [{"deep": uuid.UUID(int=1)}], {uuid.UUID(int=1): 1},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_what_is_no_plain_data_in_tags_is_refused_and_nothing_is_written(client, name, value):
+    with pytest.raises(tq.UnsupportedValueError, match="would not come back as one"):
+        tq.kv_put("k", name, {"x": torch.tensor(1)}, tag={"t": value})
+    assert name not in client.get_partition_list()
+
+
+@pytest.mark.parametrize("value", ["a", 1, 0.5, True, None, b"a", [1, {"a": None}], {1: "a", (1, 2): "b"}], ids=repr)
+def test_plain_data_in_tags_comes_back_as_it_was(queue, name, value):
+    tq.kv_put("k", name, tag={"t": value})
+    assert tq.kv_list(name)[name]["k"] == {"t": value}
 
 
 # ---- values ----

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from transfer_queue.storage.base import StorageManager
 
 Page = TypeVar("Page", p.Batch, p.Status)
+_PLAIN = (str, int, float, bytes, type(None))
+"""What a tag may hold, in lists and dicts; bools and enumerations of these values are among them."""
 
 
 class ClientBase:
@@ -271,19 +273,22 @@ def check_tags(tags: Mapping[int, Mapping[str, Any]]) -> None:
         raise UnsupportedValueError(f"tags are named by strings, got {names[0]!r}; use {str(names[0])!r}.")
     encode(SetTags(0, {"": {index: dict(own) for index, own in tags.items()}}))
     for own in tags.values():
-        _check_lists(own)
+        _check_plain(own)
 
 
-def _check_lists(tags: Mapping[str, Any]) -> None:
-    """Tuples and sets would come back as lists."""
+def _check_plain(tags: Mapping[str, Any]) -> None:
+    """The encoder makes lists of tuples and sets, texts of dates and UUIDs, dicts of dataclasses."""
     inside: list[Any] = list(tags.values())
     while inside:
         value = inside.pop()
-        if isinstance(value, (tuple, set, frozenset)):
-            kind = type(value).__name__
+        if isinstance(value, dict):  # a key that is a tuple stays one
+            inside.extend([key for key in value if not isinstance(key, tuple)])
+            inside.extend(value.values())
+        elif isinstance(value, list):
+            inside.extend(value)
+        elif not isinstance(value.item() if getattr(value, "ndim", None) == 0 else value, _PLAIN):
+            would = "come back as a list" if isinstance(value, (tuple, set, frozenset)) else "not come back as one"
             raise UnsupportedValueError(
-                f"a tag holds a {kind}, {value!r:.50}, which would come back as a list. Make it a list, or store it as "
-                f"a field."
+                f"a tag holds a {type(value).__name__}, {value!r:.50}, which would {would}. Make it plain data (str, "
+                f"int, float, bool, None, lists and dicts of them), or store it as a field."
             )
-        if isinstance(value, (dict, list)):
-            inside.extend(value.values() if isinstance(value, dict) else value)
