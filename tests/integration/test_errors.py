@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from calls import answered
@@ -97,6 +98,25 @@ def test_a_put_needs_rows_and_somewhere_to_go(client, name):
 def test_what_is_no_column_is_named_and_nothing_is_stored(client, name, column, error, text):
     with pytest.raises(error, match=text):
         client.put({"x": column, "reward": torch.arange(3)}, partition_id=name)
+    assert name not in client.get_partition_list()
+
+
+@pytest.mark.parametrize(
+    ("array", "text"),
+    [
+        (np.array([b"ab", b"cd"], "V2"), r"field 'x' is an array of dtype \|V2, which no tensor has\. Cast it"),
+        (np.array([(1, 2.0)] * 2, [("a", "i8"), ("b", "f8")]), r"an array of dtype \[\('a', '<i8'\)"),
+        (np.ones(2, np.longdouble), f"an array of dtype {np.dtype(np.longdouble)}"),
+        (np.ones(2, np.clongdouble), f"an array of dtype {np.dtype(np.clongdouble)}"),
+        (np.ma.array([1, 2], mask=[0, 1]), r"a masked array \(MaskedArray of int64\), and its mask would be lost"),
+    ],
+    ids=["void", "structured", "longdouble", "clongdouble", "masked"],
+)
+def test_an_array_that_is_no_column_is_named_with_its_dtype_and_nothing_is_stored(client, name, array, text):
+    with pytest.raises(tq.UnsupportedValueError, match=text):
+        client.put({"x": array}, partition_id=name)
+    with pytest.raises(tq.UnsupportedValueError, match=text):
+        client.put({"x": torch.ones(2)}, partition_id=name, data_parser=lambda columns: {"x": array})
     assert name not in client.get_partition_list()
 
 

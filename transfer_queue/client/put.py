@@ -29,7 +29,7 @@ from transfer_queue.metadata.field_schema import described_rows
 from transfer_queue.metadata.meta_rows import pick
 from transfer_queue.storage.base import InFront, StorageManager
 from transfer_queue.storage.number_lists import dense_column, number_column
-from transfer_queue.storage.pack import FoundColumns, is_simple_jagged, named_columns, values_of
+from transfer_queue.storage.pack import FoundColumns, check_array, is_simple_jagged, named_columns, values_of
 from transfer_queue.storage.unpack import DataParser, parsed_rows
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.logging_utils import get_logger
@@ -436,6 +436,8 @@ def _num_rows(name: str, column: Any) -> int:
             f"field {name!r} of a put is a single {type(column).__name__}: a column is a tensor, an array, a list or a "
             f"tuple, with one entry per row. For one sample, put a list or a tensor of one."
         )
+    if isinstance(column, np.ndarray):
+        check_array(name, column)
     if isinstance(column, torch.Tensor) and column.is_nested:  # len() fails for some layouts
         return int(column.size(0))
     try:

@@ -83,6 +83,20 @@ def pack(data: TensorDict, allow_pickle: bool = False) -> dict[str, WireColumn]:
     return {name: column.wire_column() for name, column in prepare(data, allow_pickle).items()}
 
 
+def check_array(name: str, array: np.ndarray[Any, Any]) -> None:
+    """Raise UnsupportedValueError for an array that is no column: it is masked, or no tensor has its dtype."""
+    if np.ma.is_masked(array):
+        raise UnsupportedValueError(
+            f"field {name!r} is a masked array ({type(array).__name__} of {array.dtype}), and its mask would be lost. "
+            f"Put array.filled(...), and the mask as a field of its own."
+        )
+    if array.dtype.kind == "V" or array.dtype.char in "gG":
+        raise UnsupportedValueError(
+            f"field {name!r} is an array of dtype {array.dtype}, which no tensor has. Cast it, make each of its parts "
+            f"a field of its own, or put a list of objects."
+        )
+
+
 def values_of(column: Any, count: int) -> list[Any]:
     """Return the rows of a column that is not a tensor."""
     if isinstance(column, np.ndarray):

@@ -23,6 +23,7 @@ from transfer_queue.storage.images import image_of
 from transfer_queue.storage.pack import (
     RowsColumn,
     are_alike,
+    check_array,
     dtype_of,
     from_bytes,
     named_columns,
@@ -239,6 +240,8 @@ def _plain(column: Any, count: int) -> Any:
 
 
 def _check_count(name: str, column: Any, count: int) -> None:
+    if isinstance(column, np.ndarray):
+        check_array(name, column)
     sized = isinstance(column, (torch.Tensor, np.ndarray)) and column.ndim > 0
     rows = len(column) if sized or isinstance(column, (list, tuple)) else None
     if isinstance(column, torch.Tensor) and column.is_nested:
