@@ -178,9 +178,12 @@ def _typed(lists: Rows) -> Flat | None:
     if not lists or not all(isinstance(row, (array.array, np.ndarray)) for row in lists):
         return None
     rows = [np.asarray(row) for row in lists]
-    if len({(row.dtype, row.ndim) for row in rows}) > 1 or rows[0].ndim != 1 or rows[0].dtype.kind not in "biuf":
+    dtype = rows[0].dtype
+    if len({(row.dtype, row.ndim) for row in rows}) > 1 or rows[0].ndim != 1 or dtype.kind not in "biuf":
         return None
-    return np.concatenate(rows)
+    if dtype.char == "g":  # no tensor holds a longdouble
+        return None
+    return np.concatenate(rows).view(f"{dtype.kind}{dtype.itemsize}")  # torch knows no "unsigned long long"
 
 
 def _check_whole_numbers(flat: Flat, lists: Rows, what: str) -> None:

@@ -36,6 +36,17 @@ def same(a: float, b: float) -> bool:
     return a == b or (math.isnan(a) and math.isnan(b))
 
 
+@pytest.mark.parametrize("code", "bBhHiIlLqQfd")
+@pytest.mark.parametrize("rows", [[[1, 2], [3]], [[1], [2]], [[], []]], ids=str)
+def test_arrays_of_every_type_code_keep_their_dtype(code, rows):
+    arrays = [array.array(code, row) for row in rows]
+    size = arrays[0].itemsize * 8
+    kind = "float" if code in "fd" else "uint" if code.isupper() else "int"
+    for column in (number_column(arrays, "x"), tq.ragged(arrays)):
+        assert column is not None
+        assert (str(column.dtype), rows_of(column)) == (f"torch.{kind}{size}", rows)
+
+
 @settings(deadline=None, max_examples=60, print_blob=True)
 @given(st.lists(st.lists(INTS), min_size=1))
 def test_ints_of_64_bits_come_back_as_they_are_and_an_empty_list_keeps_its_row(lists):
@@ -151,6 +162,7 @@ def test_a_dtype_may_be_given_and_arrays_bring_theirs(lists, dtype, rows):
         ([[1], [300]], torch.uint8, "row 1"), ([[1], [-1]], torch.uint64, "row 1"), ([[0.5]], torch.int64, "row 0"),
         ([[2]], torch.bool, "2 can't become"), ([[1e300]], torch.float32, "row 0"), ([["1"]], torch.float32, "row 0"),
         ([[None]], torch.float64, "row 0"), ([[1]], torch.complex64, "complex64"), ([["a"]], None, "NonTensorStack"),
+        ([np.ones(2, np.longdouble)], None, "NonTensorStack"),
     ],
 )  # fmt: skip
 def test_what_the_dtype_can_not_hold_is_refused(lists, dtype, text):
