@@ -215,6 +215,16 @@ def test_objects_and_tensors_of_one_field_are_not_read_together(column):
         column.read()
 
 
+@pytest.mark.parametrize(("first", "second"), [("float8_e4m3fn", "float32"), ("uint64", "int64")])
+def test_dtypes_without_a_common_one_are_not_read_together(column, first, second):
+    for name in (first, second):
+        column.put(torch.ones(1).to(getattr(torch, name)), 1)
+    text = rf"field 'x' .* torch\.{first} in 1 samples .*, torch\.{second} in 1 samples .*select_samples"
+    with pytest.raises(SchemaConflictError, match=text):
+        column.read()
+    assert [column.read([row]).double().tolist() for row in (0, 1)] == [[1], [1]]
+
+
 def test_tensors_kept_as_objects_are_jagged_again_when_the_batch_allows(column):
     column.put(NonTensorStack(torch.zeros(2), torch.ones(2, 2), torch.ones(3), torch.ones(2)), 4)
     back = column.read([0, 2])

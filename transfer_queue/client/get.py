@@ -227,7 +227,8 @@ class Gets(ClientBase):
         Raises:
             StorageKeyNotFoundError: a sample was cleared (a KeyError), or a field was never put.
             UnitLostError: a storage unit has ended; names the values that were lost with it.
-            SchemaConflictError: some samples of a field are tensors, and others are objects; the text names both.
+            SchemaConflictError: some samples of a field are tensors, and others are objects, or their dtypes have no
+                common one; the text names both.
         Examples:
             >>> rows = [torch.arange(2), torch.arange(3)]
             >>> columns = {"ids": torch.nested.as_nested_tensor(rows, layout=torch.jagged), "text": ["a b", "a b c"]}

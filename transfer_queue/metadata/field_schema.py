@@ -191,7 +191,7 @@ def common_dtypes(schema: Schema, global_indexes: Sequence[int]) -> dict[str, to
     """By field whose samples have several dtypes: the one that their column gets, as ``torch.cat`` would give it.
 
     Raises:
-        SchemaConflictError: some of the samples are objects, so no column holds them together.
+        SchemaConflictError: no column holds them together: some are objects, or torch has no common dtype for them.
     """
     import torch  # it is slow to load, and servers don't need it
 
@@ -201,12 +201,15 @@ def common_dtypes(schema: Schema, global_indexes: Sequence[int]) -> dict[str, to
         if dtypes is None:
             continue
         if None in dtypes:
-            raise _objects_among_tensors(name, dtypes, global_indexes)
-        common[name] = reduce(torch.promote_types, dtypes)
+            raise _no_common_dtype(name, dtypes, global_indexes)
+        try:
+            common[name] = reduce(torch.promote_types, dtypes)
+        except RuntimeError:  # of float8, or unsigned, and others
+            raise _no_common_dtype(name, dtypes, global_indexes) from None
     return common
 
 
-def _objects_among_tensors(name: str, dtypes: Sequence[Any], global_indexes: Sequence[int]) -> SchemaConflictError:
+def _no_common_dtype(name: str, dtypes: Sequence[Any], global_indexes: Sequence[int]) -> SchemaConflictError:
     samples: dict[str, list[int]] = {}
     for index, dtype in zip(global_indexes, dtypes, strict=True):
         samples.setdefault("objects" if dtype is None else str(dtype), []).append(index)
