@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 import torch
 from clients import units
 from plain_rows import rows
-from tensordict import NonTensorStack
+from tensordict import NonTensorStack, TensorDict
 
 import transfer_queue as tq
 
@@ -30,6 +31,16 @@ def test_kv_put_gives_tensors_a_batch_dimension_and_keeps_objects_whole(queue, n
     assert data["t"].unbind()[0].tolist() == [0, 1, 2]
     assert data["scalar"].tolist() == [7]
     assert (data["text"], data["items"], data["map"]) == (["hello"], [[1, 2]], [{"k": None}])
+
+
+def test_a_name_may_be_text_of_numpy(queue, client, name):
+    field = np.str_("f")
+    tq.kv_put(np.str_("k"), name, {field: torch.tensor(1)})
+    tq.kv_batch_put(["k", "l"], name, {field: [2, 3]})
+    meta = client.put({field: ["a"]}, partition_id=name)
+    client.put(TensorDict({field: torch.tensor([4])}, [1]), metadata=meta)
+    assert tq.kv_batch_get(["k", "l"], name)["f"].tolist() == [2, 3]
+    assert client.get_data(meta)["f"].tolist() == [4]
 
 
 @pytest.fixture
@@ -109,11 +120,14 @@ def test_tags_merge_by_top_level_key_and_may_come_alone(queue, name):
         ({"n": torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged)}, None),
         ([1, 2], None),
         ("text", None),
+        ({"n": TensorDict({"a": torch.zeros(2)}, [])}, None),
+        ({1: "text"}, None),
     ],
-    ids=["neither", "nested", "list", "text"],
+    ids=["neither", "nested", "list", "text", "TensorDict", "name"],
 )
 def test_kv_put_refuses_what_is_no_sample(queue, name, fields, tag):
-    with pytest.raises(ValueError, match=r"needs fields|nested|dict or a TensorDict"):
+    text = r"needs fields|nested|dict or a TensorDict|field 'n' is a TensorDict.*Flatten|name is a string, got 1"
+    with pytest.raises(ValueError, match=text):
         tq.kv_put("k", name, fields, tag)
     assert tq.kv_list(name) == {}
 

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import NonTensorStack, TensorDict
+from tensordict import NonTensorStack, TensorDict, is_non_tensor, is_tensor_collection
 
 from transfer_queue import protocol as p
 from transfer_queue.client.base import check_meta, joined, parts_of, tags_by_row
 from transfer_queue.client.get import Gets
 from transfer_queue.client.key_watch import listed_after
-from transfer_queue.client.put import Puts, as_tensordict
+from transfer_queue.client.put import Puts, as_tensordict, check_names
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.metadata import BatchMeta, KVBatchMeta
 from transfer_queue.storage.unpack import DataParser, parsed_rows
@@ -136,9 +136,12 @@ def one_row(fields: Any) -> TensorDict | None:
         return fields
     if not isinstance(fields, Mapping):
         raise InvalidRequestError(f"fields must be a dict or a TensorDict, got {type(fields).__name__}.")
+    check_names(fields)
     row = TensorDict({}, batch_size=[1])
     for name, value in fields.items():
-        if not isinstance(value, torch.Tensor):
+        if is_tensor_collection(value) and not is_non_tensor(value):
+            row.set(name, value.unsqueeze(0))  # the put refuses it, as it does a column
+        elif not isinstance(value, torch.Tensor):
             row.set(name, NonTensorStack(value))
         elif value.is_nested:
             raise InvalidRequestError(f"field {name!r} is a nested tensor: kv_put takes one sample, use kv_batch_put.")

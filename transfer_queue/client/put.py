@@ -406,7 +406,7 @@ class _Picked:
 def as_tensordict(data: Any) -> TensorDict:
     """Rows to put: a TensorDict with a batch dimension, or a mapping of columns with equally many rows."""
     if isinstance(data, Mapping) and not hasattr(data, "batch_size"):
-        _check_names(data)
+        check_names(data)
         sizes = {_num_rows(name, column) for name, column in data.items()}
         if len(sizes) != 1:
             raise InvalidRequestError(f"columns of a put must have equally many rows, got {sorted(sizes)}.")
@@ -415,12 +415,13 @@ def as_tensordict(data: Any) -> TensorDict:
         raise InvalidRequestError(f"put takes a TensorDict or a dict of columns, got {type(data).__name__}.")
     if not len(data.batch_size):
         raise InvalidRequestError("put got a TensorDict without a batch dimension; make it with batch_size=[rows].")
-    _check_names(data.keys())
+    check_names(data.keys())
     rows: TensorDict = data
     return rows
 
 
-def _check_names(names: Iterable[Any]) -> None:
+def check_names(names: Iterable[Any]) -> None:
+    """Raise InvalidRequestError for a name that no field can have."""
     for name in names:
         if not isinstance(name, str):
             raise InvalidRequestError(f"a field's name is a string, got {name!r}; use {str(name)!r}.")

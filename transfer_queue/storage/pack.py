@@ -74,7 +74,7 @@ def prepare(data: TensorDict | FoundColumns, allow_pickle: bool = False) -> dict
     count = num_rows(data)
     prepared = {}
     for name, column in data.items() if isinstance(data, FoundColumns) else named_columns(data):
-        prepared[name] = prepare_column(name, column, count, allow_pickle)
+        prepared[str(name)] = prepare_column(name, column, count, allow_pickle)  # a numpy.str_ is no plain text
     return prepared
 
 
