@@ -226,3 +226,24 @@ def test_ranks_that_a_producer_starts_with_the_main_program_are_an_error(tmp_pat
     done = run_python(*launcher, script, cwd=tmp_path, env=environment, timeout=120 * SLOW)
     assert done.returncode == 1, done.stderr
     assert "to find '__main__:produce', and failed there. Put what trains below 'if __name__" in done.stderr
+
+
+_UNEVEN = """
+from lightning.fabric import Fabric
+from lightning_tq import FabricLoader, Stream
+
+if __name__ == "__main__":
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    FabricLoader(fabric, Stream(partition="train", task="learn", fields=["x"], batch_size=4, tail="uneven_ok"))
+"""
+
+
+@pytest.mark.programs
+def test_a_tail_that_may_end_one_rank_before_the_other_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_UNEVEN)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = run_python(script, cwd=tmp_path, env=environment, timeout=120 * SLOW)
+    assert done.returncode == 1, done.stderr
+    assert "InvalidRequestError: stream 'train': tail='uneven_ok' can end the stream on one of 2 ranks" in done.stderr
