@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_tq.callbacks.ack_batches import AckBatches
@@ -198,7 +199,15 @@ class TQDataModule(LightningDataModule):
     def trainer(self, trainer: Trainer | None) -> None:
         if trainer is not None:
             refuse_to_train()
+            if self._is_in_use() and self._current_run().trainer is not trainer:
+                raise InvalidRequestError(
+                    "this data module serves one run at a time, and that of another Trainer is not over. Give each "
+                    "Trainer a TQDataModule of its own: they share the queue of this process."
+                )
         self._trainer = trainer
+
+    def _is_in_use(self) -> bool:
+        return self._run is not None and self._run.trainer.state.status == TrainerStatus.RUNNING
 
     def setup(self, stage: str) -> None:
         """Open the queue on the first rank, join it on the others, and prepare the streams of this stage."""
@@ -280,7 +289,8 @@ class TQDataModule(LightningDataModule):
             self.close()
 
     def on_exception(self, exception: BaseException) -> None:
-        self.close()
+        if not self._is_in_use():  # else it is of another Trainer, which was refused
+            self.close()
 
     def _end_run(self, failed: bool) -> None:
         run, self._run = self._run, None

@@ -71,6 +71,31 @@ def test_a_fit_after_a_failed_one_starts_at_the_beginning_of_its_new_queue(train
     assert model.indexes() == list(range(12))
 
 
+class _Nested(Callback):
+    """Another Trainer predicts with the data module of the fit, and is refused."""
+
+    def __init__(self, other: Trainer) -> None:
+        self.other = other
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            with pytest.raises(InvalidRequestError, match=r"another Trainer is not over. Give each Trainer a"):
+                self.other.predict(Recorder(), trainer.datamodule)
+
+
+def test_a_second_trainer_on_a_data_module_in_use_is_refused_and_does_the_fit_no_harm(
+    data: Make, trainer: MakeTrainer
+) -> None:
+    dm = data(train=stream(), predict=stream(task="predict"))
+    indexes = fill(dm.client, "train", 24)
+    model = Recorder()
+    trainer(callbacks=[_Nested(trainer())]).fit(model, dm)
+    assert model.indexes() == indexes
+    later = Recorder()
+    trainer().predict(later, dm)
+    assert later.indexes("predict") == indexes
+
+
 def _endless(**options: Any) -> Producer:
     args = {"partition": "train", "count": 100, "pid_file": os.devnull}
     return Producer(target=producing.produce_then_stay, args=args, **options)
