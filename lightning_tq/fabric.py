@@ -18,7 +18,7 @@ from lightning_tq.queue_config import QueueConfig, as_queue_config
 from lightning_tq.queue_connection import QueueConnection
 from lightning_tq.rank_watchdog import RankWatchdog, parent_check
 from lightning_tq.run_members import RunMembers, SharedQueue
-from lightning_tq.stream import StageStream, Stream, check_tail, sampler_modules
+from lightning_tq.stream import StageStream, Stream, check_records, check_tail, sampler_modules
 from lightning_tq.topology import Rank, fabric_topology, run_on_every_rank, run_on_rank_zero
 from transfer_queue import TransferQueueClient
 from transfer_queue.errors import InvalidRequestError
@@ -100,12 +100,14 @@ class FabricLoader:
     def _join_queue(self, stream: Stream, config: QueueConfig) -> None:
         def prepare() -> SharedQueue:
             check_tail(stream, self.topology.dp_size)
+            replays = check_records([StageStream("train", "train", stream)], self.topology.dp_size, False)
             self._connection.open(config, sampler_modules([stream]))
             stream.register(self.client, self.topology.dp_size)
             self.partitions_at_start = self.client.get_partition_list()
-            if self._producers.runs_in("fit"):
+            if self._producers.runs_in("fit") and not replays:
                 self.client.expect_producers()
-            self._producers.start(self.address, key_file=self._connection.conf["key_file"])
+            if not replays:
+                self._producers.start(self.address, key_file=self._connection.conf["key_file"])
             return SharedQueue.of(self._fabric, self._connection)
 
         with ExitStack() as on_failure:

@@ -283,7 +283,7 @@ def check_records(streams: Sequence[StageStream], dp_size: int, has_producers: b
     """
     replaying = [each for each in streams if each.stream.replay_from is not None]
     for own in [each.stream for each in replaying]:
-        RecordedBatches(str(own.replay_from)).check(own.fields, dp_size, own.batch_size)
+        RecordedBatches(str(own.replay_from)).check(own.fields, dp_size, own.batch_size, own.head_fields or ())
     others = [each.label for each in streams if each not in replaying]
     if replaying and others and has_producers:
         raise InvalidRequestError(

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule
 from producing import fill, rows
 
 import transfer_queue as tq
-from lightning_tq import Producer, Stream, TQDataModule
+from lightning_tq import FabricLoader, Producer, Stream, TQDataModule
 from tests.console import lightning_tq
 from tests.lightning.conftest import ROOT, stream
 from transfer_queue.errors import InvalidRequestError
@@ -124,6 +125,8 @@ def test_groups_are_replayed_with_their_heads_and_versions(tmp_path: Path, train
         process.communicate()
     assert [len(noted[6]) for noted in model.noted] == [2, 2, 2, 2]
     assert replayed(trainer, tmp_path / "record", **read, sampler=sampler).noted == model.noted
+    with pytest.raises(InvalidRequestError, match="lacks the head field nunber; it has number"):
+        replayed(trainer, tmp_path / "record", batch_size=None, head_fields=["nunber"], sampler=sampler)
 
 
 def client_of(data: Callable[..., TQDataModule]) -> tq.TransferQueueClient:
@@ -235,6 +238,7 @@ def recorded(tmp_path: Path, data: Callable[..., TQDataModule]) -> Path:
     [
         ({"batch_size": 2}, "has batches of 4 rows, and this stream has batch_size=2"),
         ({"fields": ["x", "reward"]}, "lacks the field reward; it has text, x"),
+        ({"head_fields": ["number"]}, "lacks the head field number; it has none, as it is of no groups"),
     ],
 )
 def test_a_stream_that_differs_from_its_record_is_refused(
@@ -246,6 +250,16 @@ def test_a_stream_that_differs_from_its_record_is_refused(
         TQDataModule(train=Stream(**read, replay_from=str(recorded))) as datamodule,
     ):
         trainer().fit(Noting(), datamodule)
+    with pytest.raises(InvalidRequestError, match=said):
+        FabricLoader(Fabric(accelerator="cpu", devices=1), Stream(**read, replay_from=str(recorded)))
+
+
+def test_a_fabric_loader_replays_without_producers(recorded: Path) -> None:
+    with FabricLoader(
+        Fabric(accelerator="cpu", devices=1), stream(replay_from=str(recorded)), {"units": 1}, [PRODUCED]
+    ) as loader:
+        assert [len(meta.global_indexes) for _, meta in loader] == [4, 2]
+        assert loader.client.get_partition_list() == []
 
 
 def test_a_partition_that_was_not_recorded_is_an_error_that_names_those_that_were(

@@ -133,8 +133,10 @@ class RecordedBatches:
         """Their names, in the order in which they were read."""
         return list(dict.fromkeys(partition for partition, _ in self.rounds))
 
-    def check(self, fields: Sequence[str], dp_size: int, batch_size: int | None = None) -> None:
-        """Whether a run with these fields, ranks and rows per batch can be given these batches.
+    def check(
+        self, fields: Sequence[str], dp_size: int, batch_size: int | None = None, head_fields: Sequence[str] = ()
+    ) -> None:
+        """Whether a run with these fields, ranks, rows per batch and fields of heads can be given these batches.
 
         Raises:
             InvalidRequestError: it can't; the text says what was recorded.
@@ -142,11 +144,15 @@ class RecordedBatches:
         (partition, index), ranks = next(iter(self.rounds.items()))
         _, meta = self.read(partition, next(iter(ranks)), index)
         lacking = sorted(set(fields) - set(meta.field_names))
+        of_heads = self._meta_of_heads(meta, None).field_names if meta.heads else []
         problem = ""
         if self._dp_sizes - {0, dp_size}:
             problem = f"is of {max(self._dp_sizes)} data-parallel ranks, and this run has {dp_size}"
         elif lacking:
             problem = f"lacks the field {', '.join(lacking)}; it has {', '.join(meta.field_names)}"
+        elif set(head_fields) - set(of_heads):
+            unknown = ", ".join(sorted(set(head_fields) - set(of_heads)))
+            problem = f"lacks the head field {unknown}; it has {', '.join(of_heads) or 'none, as it is of no groups'}"
         elif batch_size is not None and meta.size > batch_size:
             problem = f"has batches of {meta.size} rows, and this stream has batch_size={batch_size}"
         if problem:
@@ -177,9 +183,16 @@ class RecordedBatches:
 
     def get_heads(self, meta: BatchMeta, fields: Sequence[str] | None = None, layout: str = "dense") -> TensorDict:
         """As the client's verb of this name, for a batch of this record."""
-        partition, heads = meta.partition_ids[0], np.array(list(dict.fromkeys(meta.heads or ())), np.int64)
-        saved = self._saved(next(iter(self.rounds[partition, meta.batch_index or 0].values())))
-        return saved.values(saved.meta(partition, heads, fields), layout, self._allow_pickle)
+        found = self._meta_of_heads(meta, fields)
+        return self._saved_with(meta).values(found, layout, self._allow_pickle)
+
+    def _meta_of_heads(self, meta: BatchMeta, fields: Sequence[str] | None) -> BatchMeta:
+        heads = np.array(list(dict.fromkeys(meta.heads or ())), np.int64)
+        return self._saved_with(meta).meta(meta.partition_ids[0], heads, fields)
+
+    def _saved_with(self, meta: BatchMeta) -> _Directory:
+        """Where this batch is."""
+        return self._saved(next(iter(self.rounds[meta.partition_ids[0], meta.batch_index or 0].values())))
 
     def __call__(
         self, tq_client: TransferQueueClient, data_fields: Sequence[str], partition_id: str,
