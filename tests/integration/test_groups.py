@@ -364,6 +364,17 @@ def test_a_gate_that_does_not_parse_leaves_the_task_as_it_was(client, name, acto
     assert client.get_meta(["answer"], 1, name, task_name=actor).size == 2
 
 
+def test_a_field_that_a_head_lacks_is_named(client, name):
+    client.add_groups(heads(2), name)
+    for lease in client.lease(name, 2):
+        lease.close(answers(1))
+    batch = client.get_meta(["answer"], 2, name, task_name=f"reward-{name}")
+    for fields in ("nunber", ["number", "nunber"]):
+        with pytest.raises(tq.StorageKeyNotFoundError, match=r"lack the fields \['nunber'\]"):
+            client.get_heads(batch, fields)
+    assert set(client.get_heads(batch).keys()) == {"number"}
+
+
 def test_a_gate_that_waits_for_a_tag_says_which(client, name, actor):
     client.register_task(actor, tq.GroupSampler(groups=1, gate="max(score) > 0"))
     client.add_groups(heads(1), name, tasks=[actor])

@@ -299,9 +299,11 @@ class Gets(ClientBase):
             found = {name: np.intersect1d(wanted, p.unpack_indexes(lost.get(name, b""))).tolist() for name in names}
             if any(found.values()):
                 raise values_lost({name: some for name, some in found.items() if some})
+            each = {name: await self.session.ask(p.Describe, p.Batch, partition, [name], indexes) for name in names}
+            lacking = [name for name, own in each.items() if not np.frombuffer(own.status, dtype=np.int8).all()]
             raise StorageKeyNotFoundError(
-                f"samples of partition {partition!r} don't have all of the fields {list(names)}: they were not put "
-                f"yet. Fetch again."
+                f"some of these samples of partition {partition!r} lack the fields {lacking}: they were not "
+                "put yet, or never. Fetch again, or correct the names."
             )
         return described
 

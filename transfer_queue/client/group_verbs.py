@@ -267,6 +267,7 @@ class GroupVerbs(Gets, LeaseClient):
                 batch.
         Raises:
             InvalidRequestError: a sample of the batch belongs to no group.
+            StorageKeyNotFoundError: a head lacks a field that was asked for; the text names it.
         Examples:
             >>> meta = client.add_groups({"prompt": torch.tensor([7])}, "train")
             >>> rows = client.lease("train")[0].close({"response": torch.arange(3)})
@@ -280,7 +281,11 @@ class GroupVerbs(Gets, LeaseClient):
         heads = list(dict(zip(metadata.group_index, metadata.heads or (), strict=True)).values())
         partition = metadata.partition_ids[0]
         wanted = [fields] if isinstance(fields, str) else None if fields is None else list(fields)
-        batch = await self.session.ask(p.Describe, p.Batch, partition, wanted, p.pack_indexes(heads))
+        indexes = p.pack_indexes(heads)
+        if wanted is None:
+            batch = await self.session.ask(p.Describe, p.Batch, partition, None, indexes)
+        else:
+            batch = await self._described(partition, wanted, indexes)
         return await self.async_get_data(to_meta(batch), layout=layout)
 
 
