@@ -8,6 +8,7 @@ import inspect
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -176,12 +177,22 @@ def run(args: Sequence[str] | None, make: Callable[[], TQCLI] = TQCLI) -> int:
     try:
         sys.path.extend(str(path.parent.resolve()) for path, _ in _config_files(sys.argv[1:]))  # or those next to it
         cli = make()
-    except (ConfigError, SamplerError, *_SELF_EXPLANATORY) as error:
+    except (ConfigError, InvalidRequestError, *_SELF_EXPLANATORY) as error:
+        is_refusal = isinstance(error, ConfigError | SamplerError) or _is_of_setup(error)
+        if isinstance(error, InvalidRequestError) and not is_refusal:
+            raise  # an error of the user's code
         sys.stderr.write(f"error: {error}\n")
-        return 2 if isinstance(error, ConfigError | SamplerError) else 1
+        return 2 if is_refusal else 1
     if isinstance(cli.datamodule, TQDataModule):
         cli.datamodule.close()
     return 0
+
+
+def _is_of_setup(error: BaseException) -> bool:
+    """Whether the data module's setup, which checks the configuration together with the Trainer, has refused it."""
+    is_request = isinstance(error, InvalidRequestError)
+    frames = traceback.walk_tb(error.__traceback__)
+    return is_request and any(frame.f_code is TQDataModule.setup.__code__ for frame, _ in frames)
 
 
 # ---- what the parser says about a wrong configuration, in one sentence ----

@@ -21,6 +21,7 @@ import transfer_queue as tq
 from lightning_tq import TQCLI, TQDataModule
 from tests.console import lightning_tq
 from tests.lightning.conftest import HERE, ROOT
+from transfer_queue.errors import InvalidRequestError
 
 RUN: dict[str, Any] = {
     "trainer": {
@@ -298,6 +299,26 @@ def test_errors_of_the_queue_are_reported_without_a_traceback(
     said = capfd.readouterr().err
     assert says in said
     assert "Traceback" not in said
+
+
+def test_a_configuration_that_lacks_the_stream_of_its_command_is_refused_in_a_line(
+    config: Callable[..., str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert lightning_tq(["test", "--config", config({"data.test": None})]) == 2
+    said = capfd.readouterr().err
+    assert "error: trainer.test needs TQDataModule(test=Stream(...)), which is missing." in said
+    assert "Traceback" not in said
+
+
+def test_a_request_that_the_users_own_step_makes_wrongly_keeps_its_traceback(
+    config: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(*_: Any) -> None:
+        raise InvalidRequestError("of the model")
+
+    monkeypatch.setattr(Recorder, "training_step", step)
+    with pytest.raises(InvalidRequestError, match="of the model"):
+        lightning_tq(["fit", "--config", config()])
 
 
 def test_a_failed_producer_is_an_exit_code_and_its_traceback(
