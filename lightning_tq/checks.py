@@ -23,6 +23,12 @@ def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
         raise InvalidRequestError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 
+def are_names(names: object) -> bool:
+    """Whether this is a list of texts, at least one, none of them empty."""
+    is_list = isinstance(names, Sequence) and not isinstance(names, str)
+    return is_list and bool(names) and all(isinstance(name, str) and name for name in names)  # type: ignore[attr-defined]
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The known name that is most like a misspelt one."""
     return difflib.get_close_matches(name, list(known), 1, 0.0)[0]

@@ -18,7 +18,7 @@ from lightning_tq.queue_config import QueueConfig, as_queue_config
 from lightning_tq.queue_connection import QueueConnection
 from lightning_tq.rank_watchdog import RankWatchdog, parent_check
 from lightning_tq.run_members import RunMembers, SharedQueue
-from lightning_tq.stream import StageStream, Stream, check_records, check_tail, sampler_modules
+from lightning_tq.stream import StageStream, Stream, as_stream, check_records, check_tail, sampler_modules
 from lightning_tq.topology import Rank, fabric_topology, run_on_every_rank, run_on_rank_zero
 from transfer_queue import TransferQueueClient
 from transfer_queue.errors import InvalidRequestError
@@ -52,7 +52,7 @@ class FabricLoader:
     def __init__(
         self,
         fabric: Fabric,
-        stream: Stream,
+        stream: Stream | Mapping[str, Any],
         queue: QueueConfig | Mapping[str, Any] | str | None = None,
         producers: Sequence[Producer] = (),
         dp_rank: Rank | None = None,
@@ -62,7 +62,7 @@ class FabricLoader:
         """Start or join the queue on the first rank, join it on the others. A collective, after ``fabric.launch()``.
 
         Args:
-            stream: What to read.
+            stream: What to read: a Stream, or a mapping of its options.
             queue: What TQDataModule takes: how to start the queue, or where to join it.
             producers: Processes that run until the loader is closed, on the first rank.
             dp_rank: Data-parallel rank, or a function of the Fabric that returns it. Default: from the strategy.
@@ -74,6 +74,7 @@ class FabricLoader:
             InvalidRequestError: an invalid stream, or ``launch()`` was not called.
             TransferQueueError: the queue can't be joined or started; every rank gets the same error.
         """
+        stream = as_stream(stream, "train")
         check_choice("ack", ack, get_args(Ack))
         if not {"epoch", "stage"} >= set(stream.variables):
             raise InvalidRequestError(

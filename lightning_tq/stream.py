@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
+from numbers import Real
+from os import PathLike
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_tq.checks import check_choice, check_int, nearest
+from lightning_tq.checks import are_names, check_choice, check_int, nearest
 from transfer_queue import BaseSampler, GroupSampler, RecordedBatches, parse_filter
 from transfer_queue.errors import InvalidRequestError
 
@@ -20,6 +22,15 @@ VARIABLES = ("epoch", "global_step", "policy_version", "stage")
 """Variables of a partition template."""
 _TAILS = ("drop", "pad", "uneven_ok", None)
 _START_METHODS = ("fork", "spawn", "forkserver", None)
+_TYPES: dict[str, tuple[Any, str]] = {
+    "sampler": (BaseSampler | str, "a sampler, the name of a built-in one"),
+    "where": (str, "a filter over tags"),
+    "timeout_s": (Real, "a number of seconds above 0"),
+    "sampling_config": (Mapping, "a mapping of arguments"),
+    "replay_from": (str | PathLike, "a directory"),
+    **dict.fromkeys(("replay", "persistent_workers", "prefetch", "pin_memory"), (bool, "true or false")),
+}
+"""By option without a check of its own, what it may be. None may be where it is the default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +102,10 @@ class Stream:
     streams, and clear_consumed never deletes them. Default: all samples."""
 
     def __post_init__(self) -> None:
+        for name, (kinds, text) in _TYPES.items():
+            value, optional = getattr(self, name), getattr(Stream, name) is None
+            if not (isinstance(value, kinds) or (optional and value is None)):
+                raise InvalidRequestError(f"{name} must be {text}{' or None' if optional else ''}, got {value!r}.")
         self._check_names()
         self._check_sizes()
         check_choice("tail", self.tail, _TAILS)
@@ -101,15 +116,9 @@ class Stream:
         for name in ("persistent_workers", "multiprocessing_context"):
             if getattr(self, name) and not self.num_workers:
                 raise InvalidRequestError(f"{name} needs num_workers of at least 1, got num_workers=0.")
-        if self.where is not None and not isinstance(self.where, str):
-            raise InvalidRequestError(f"where must be a filter over tags, or None, got {self.where!r}.")
         if self.where is not None:
             parse_filter(self.where)
         _check_clearing(self.clear_consumed, bool(self.replay))
-        if not isinstance(self.sampler, (BaseSampler, str, type(None))):
-            raise InvalidRequestError(
-                f"sampler must be a sampler, the name of a built-in one or None, got {self.sampler!r}."
-            )
         if isinstance(self.sampler, GroupSampler):
             self.sampler.check_tail(self.tail)
 
@@ -119,7 +128,7 @@ class Stream:
             if not isinstance(value, str) or not value:
                 raise InvalidRequestError(f"{name} must be a name, got {value!r}.")
         for label, names in (("fields", self.fields), ("head_fields", self.head_fields)):
-            if not _are_names(names) and (label == "fields" or names is not None):
+            if not are_names(names) and (label == "fields" or names is not None):
                 raise InvalidRequestError(f"{label} must be a list of field names, at least one, got {names!r}.")
         unknown = [name for name in self.variables if name not in VARIABLES]
         if unknown:
@@ -128,6 +137,10 @@ class Stream:
                 f"partition template {self.partition!r} uses {{{unknown[0]}}}; did you mean "
                 f"{{{nearest(unknown[0], VARIABLES)}}}? Known: {known}."
             )
+        try:
+            self.partition_at(epoch=0, global_step=0, stage="train")
+        except (ValueError, LookupError) as error:
+            raise InvalidRequestError(f"partition template {self.partition!r} is malformed: {error}.") from error
 
     def _check_sizes(self) -> None:
         if self.draws_groups and self.batch_size is not None:
@@ -215,11 +228,6 @@ def as_stream(given: Stream | Mapping[str, Any], label: str) -> Stream:
     if missing:
         raise InvalidRequestError(f"stream {label!r} lacks {', '.join(missing)}: got {dict(given)!r}.")
     return Stream(**given)
-
-
-def _are_names(names: object) -> bool:
-    is_list = isinstance(names, Sequence) and not isinstance(names, str)
-    return is_list and bool(names) and all(isinstance(name, str) and name for name in names)  # type: ignore[attr-defined]
 
 
 def _check_clearing(tasks: object, replay: bool) -> None:

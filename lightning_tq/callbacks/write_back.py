@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from tensordict import NonTensorStack
 
 from lightning_tq.batch import meta_of
-from lightning_tq.checks import check_choice
+from lightning_tq.checks import are_names, check_choice, check_int
 from lightning_tq.run import Run, run_of
 from transfer_queue import BatchMeta, StorageFullError, TransferQueueClient
 from transfer_queue.errors import InvalidRequestError, TransferQueueError
@@ -56,12 +56,13 @@ class WriteBack(Callback):
             stage: Stage of the step: train, val, test or predict.
             loader: Number of the stream, where the stage has several. Default: all of them.
         Raises:
-            InvalidRequestError: no fields, or an unknown stage; it is a ValueError.
+            InvalidRequestError: no fields, an unknown stage, or a loader that is no number; it is a ValueError.
         """
-        self.fields = dict(fields) if isinstance(fields, Mapping) else {name: name for name in fields}
-        if not self.fields or isinstance(fields, str):
+        if not are_names([*fields, *fields.values()] if isinstance(fields, Mapping) else fields):
             raise InvalidRequestError(f"fields must name at least one field, as a mapping or a list, got {fields!r}.")
         check_choice("stage", stage, tuple(_STEPS))
+        check_int("loader", loader, 0, optional=True)
+        self.fields = dict(fields) if isinstance(fields, Mapping) else {name: name for name in fields}
         self.stage = stage
         self.loader = loader
 

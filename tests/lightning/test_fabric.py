@@ -47,6 +47,13 @@ def test_batches_are_on_fabrics_device_and_the_length_is_num_batches(fabric: Fab
         assert (len(loader), devices) == (2, [fabric.device] * 2)
 
 
+def test_a_stream_may_be_a_mapping_of_its_options(fabric: Fabric) -> None:
+    options = {"partition": "train", "task": "learn", "fields": FIELDS, "batch_size": 4}
+    with FabricLoader(fabric, options, {"units": 1}) as loader:
+        indexes = fill(loader.client, "train", 4)
+        assert passes(loader) == [[indexes]]
+
+
 def test_a_saved_loader_resumes_after_the_last_delivered_batch(fabric: Fabric, tmp_path: Path) -> None:
     path = tmp_path / "run.ckpt"
     with FabricLoader(fabric, stream("train@{epoch}"), {"units": 1}) as loader:

@@ -298,6 +298,11 @@ def test_a_sample_limit_that_fits_the_new_fields_always_leaves_space(trainer: Ma
 def test_invalid_write_back_arguments_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="at least one field"):
         WriteBack({})
+    for fields in (5, "x", {"x": 1}):
+        with pytest.raises(InvalidRequestError, match="fields must name at least one field, as a mapping or a list"):
+            WriteBack(fields)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="loader must be an int of at least 0, got 'x'"):
+        WriteBack(["x"], loader="x")  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="one of 'train', 'val', 'test', 'predict', got 'fit'"):
         WriteBack(["x"], "fit")  # type: ignore[arg-type]
 
