@@ -197,8 +197,8 @@ class Stream:
 
     def pattern(self, stage: str) -> str:
         """A pattern for all partitions that the template may name in this stage."""
-        any_value = dict.fromkeys(VARIABLES, "*") | {"stage": stage}
-        return self.partition.format(**any_value)
+        values = {None: "", "stage": stage}
+        return "".join(text + values.get(name, "*") for text, name, _, _ in Formatter().parse(self.partition))
 
     def partition_at(self, *, epoch: int, global_step: int, stage: str, policy_version: int | None = None) -> str:
         """The partition's name at this point of a run. ``policy_version``: by default the global step."""

@@ -114,3 +114,9 @@ def test_a_filter_is_checked_with_its_stream(where: Any, says: str) -> None:
 def test_a_mapping_that_is_no_stream_is_refused(given: Any, says: str) -> None:
     with pytest.raises(InvalidRequestError, match=says):
         TQDataModule(train=given)
+
+
+def test_the_pattern_of_a_partition_template_matches_every_name_that_it_may_give() -> None:
+    numbered = stream(partition="{stage}@{epoch:03d}-{policy_version:>4}")
+    assert numbered.pattern("train") == "train@*-*"
+    assert numbered.partition_at(epoch=7, global_step=12, stage="train") == "train@007-  12"
