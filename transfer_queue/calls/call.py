@@ -59,8 +59,7 @@ class Call:
     """A request under way, or one whose answer or holdings are kept.
 
     ``envelope``: where the answer goes. ``reply``: the answer, until the client has it. ``values``: frames that travel
-    with it. ``is_registered``: whether its
-    session has it in its table, because it waits, goes on, or holds something.
+    with it. ``is_registered``: whether its session has it in its table, because it waits, goes on, or holds something.
     """
 
     __slots__ = ("client", "envelope", "frames", "holdings", "is_registered", "kind", "number", "reply", "request",

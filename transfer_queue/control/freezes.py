@@ -25,9 +25,8 @@ class Freezes(list[FrozenSamples]):
     def end(self, samples: FrozenSamples) -> Indexes:
         """Returns what was cleared since, and may be deleted now."""
         self.remove(samples)
-        kept = np.sort(
-            np.concatenate([NO_INDEXES, *samples.kept]), kind="stable"
-        )  # many times faster than np.unique, which hashes
+        # Many times faster than np.unique, which hashes.
+        kept = np.sort(np.concatenate([NO_INDEXES, *samples.kept]), kind="stable")
         return self.keep(kept[np.diff(kept, prepend=-1) > 0])
 
     def keep(self, cleared: Indexes) -> Indexes:

@@ -152,8 +152,9 @@ def lost(state: PlaneState, lease: HeldLease, reason: str, blame: str | None) ->
 
 
 def leave(state: PlaneState, partition: Partition, group: Group, into: str, reason: str = "") -> None:
-    """The group goes. Its slot is free, its rows are gone, and those who work on it hear of that. Heads stay, unless
-    it is ``GONE``.
+    """The group goes. Its slot is free, its rows are gone, and those who work on it hear of that.
+
+    Its head stays, unless ``into`` is ``GONE``.
     """
     state.leases.dismiss(group)
     groups_of(partition).drop(group, into, reason)

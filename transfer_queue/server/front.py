@@ -71,7 +71,7 @@ class Front:
         verbs |= {p.Hello: self._hello, p.Goodbye: self._goodbye, p.Cancel: self._cancel}
         if plane is not None and unit is not None:
             verbs |= {kind: self._clearing(plane.verbs[kind]) for kind in _CLEARS}
-            verbs |= _Both(plane, unit, self.meter).verbs
+            verbs |= _ComposedCalls(plane, unit, self.meter).verbs
         if plane is not None:
             verbs |= {p.EvictClient: self._evict, p.GetStats: self._stats, p.JoinUnit: self._join_unit}
         if unit is not None:
@@ -292,8 +292,8 @@ class Front:
         return msgspec.structs.replace(self.unit.stats(), id=request.id, metrics=metrics)
 
 
-class _Both:
-    """What a server with control plane and storage unit makes of both."""
+class _ComposedCalls:
+    """Calls that take both the control plane and the storage unit of this process."""
 
     def __init__(self, plane: ControlPlane, unit: StorageUnit, meter: Meter) -> None:
         self._plane, self._unit, self._meter = plane, unit, meter
