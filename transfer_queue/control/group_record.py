@@ -120,6 +120,8 @@ class Group:
             return RUNNING if any(own.is_held for own in self.holders.values()) else WAITING
         if not self.drawn:
             return READY if self.is_ready else CLOSED
+        if all(self.drawn.values()):
+            return DRAWN
         trained = [task for task, batch in self.drawn.items() if batch is None]
         return TRAINED if self.is_done_by_all(trained) else DRAWN
 

@@ -7,7 +7,7 @@ packed: a dict for each sample would take most of the controller's memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -129,6 +129,11 @@ def unpacked_tags(packed: bytes | None) -> Tags:
     return _decoder.decode(packed) if packed else {}
 
 
+def _decoded(packed: Collection[bytes]) -> list[Tags]:
+    """Tags of many samples, decoded at once: joined, and with a head, they are a list. Raises msgspec.DecodeError."""
+    return _list_decoder.decode(b"\xdd" + len(packed).to_bytes(4, "big") + b"".join(packed))
+
+
 class TagStore(Mapping[int, Tags]):
     """Global index -> tags, for samples with tags, in a column of the partition's table. Reads return copies."""
 
@@ -164,7 +169,8 @@ class TagStore(Mapping[int, Tags]):
         """The tags of those samples that have some; ``rows`` are the samples' rows."""
         if not self._table.has_column(_COLUMN):
             return {}
-        return {i: _decoder.decode(own) for i, own in zip(indexes.tolist(), self.packed(rows), strict=True) if own}
+        packed = {i: own for i, own in zip(indexes.tolist(), self.packed(rows), strict=True) if own}
+        return dict(zip(packed, _decoded(packed.values()), strict=True))
 
     def packed(self, rows: Rows) -> list[bytes | None]:
         """The tags of these rows as they are stored, for ``unpacked_tags``."""
@@ -204,7 +210,7 @@ class TagStore(Mapping[int, Tags]):
         """Set the tags of these rows, which must have none. Raises msgspec.DecodeError for bytes that aren't tags."""
         if not len(packed):
             return
-        _list_decoder.decode(b"\xdd" + len(packed).to_bytes(4, "big") + b"".join(packed))  # a msgpack array of them
+        _decoded(packed)
         column = self._table.ensure_column(_COLUMN, np.object_)
         for row, own in zip(rows.tolist(), packed, strict=True):
             column[row] = own
