@@ -105,9 +105,9 @@ class FabricLoader:
             self._connection.open(config, sampler_modules([stream]))
             stream.register(self.client, self.topology.dp_size)
             self.partitions_at_start = self.client.get_partition_list()
-            if self._producers.runs_in("fit") and not replays:
-                self.client.expect_producers()
             if not replays:
+                if self._producers.runs_in("fit"):
+                    self.client.expect_producers()
                 self._producers.start(self.address, key_file=self._connection.conf["key_file"])
             return SharedQueue.of(self._fabric, self._connection)
 

@@ -130,17 +130,18 @@ class Stream:
         for label, names in (("fields", self.fields), ("head_fields", self.head_fields)):
             if not are_names(names) and (label == "fields" or names is not None):
                 raise InvalidRequestError(f"{label} must be a list of field names, at least one, got {names!r}.")
-        unknown = [name for name in self.variables if name not in VARIABLES]
+        try:
+            unknown = [name for name in self.variables if name not in VARIABLES]
+            if not unknown:
+                self.partition_at(epoch=0, global_step=0, stage="train")
+        except (ValueError, LookupError) as error:
+            raise InvalidRequestError(f"partition template {self.partition!r} is malformed: {error}.") from error
         if unknown:
             known = ", ".join(f"{{{name}}}" for name in VARIABLES)
             raise InvalidRequestError(
                 f"partition template {self.partition!r} uses {{{unknown[0]}}}; did you mean "
                 f"{{{nearest(unknown[0], VARIABLES)}}}? Known: {known}."
             )
-        try:
-            self.partition_at(epoch=0, global_step=0, stage="train")
-        except (ValueError, LookupError) as error:
-            raise InvalidRequestError(f"partition template {self.partition!r} is malformed: {error}.") from error
 
     def _check_sizes(self) -> None:
         if self.draws_groups and self.batch_size is not None:
@@ -190,10 +191,7 @@ class Stream:
     @property
     def variables(self) -> list[str]:
         """Variables that the partition template uses."""
-        try:
-            return [name for _, name, _, _ in Formatter().parse(self.partition) if name is not None]
-        except ValueError as error:
-            raise InvalidRequestError(f"partition template {self.partition!r} is malformed: {error}.") from error
+        return [name for _, name, _, _ in Formatter().parse(self.partition) if name is not None]
 
     def pattern(self, stage: str) -> str:
         """A pattern for all partitions that the template may name in this stage."""

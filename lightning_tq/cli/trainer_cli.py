@@ -33,7 +33,7 @@ from lightning_tq.producers.group import ProducerError
 from lightning_tq.queue_config import load_mapping
 from lightning_tq.rank_watchdog import RankGoneError
 from transfer_queue import BatchTimeoutError, ConfigError, ProducersGoneError, QueueUnreachableError
-from transfer_queue.errors import InvalidRequestError, LaunchError, SamplerError
+from transfer_queue.errors import InvalidRequestError, LaunchError, SamplerError, TransferQueueError
 
 _SELF_EXPLANATORY = (
     BatchTimeoutError,
@@ -177,10 +177,10 @@ def run(args: Sequence[str] | None, make: Callable[[], TQCLI] = TQCLI) -> int:
     try:
         sys.path.extend(str(path.parent.resolve()) for path, _ in _config_files(sys.argv[1:]))  # or those next to it
         cli = make()
-    except (ConfigError, InvalidRequestError, *_SELF_EXPLANATORY) as error:
+    except TransferQueueError as error:
         is_refusal = isinstance(error, ConfigError | SamplerError) or _is_of_setup(error)
-        if isinstance(error, InvalidRequestError) and not is_refusal:
-            raise  # an error of the user's code
+        if not is_refusal and not isinstance(error, _SELF_EXPLANATORY):
+            raise  # of the user's code, whose traceback says where
         sys.stderr.write(f"error: {error}\n")
         return 2 if is_refusal else 1
     if isinstance(cli.datamodule, TQDataModule):
