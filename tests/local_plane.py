@@ -23,6 +23,12 @@ class To(NamedTuple):
     reply: p.Reply
 
 
+def tags_of(reply: p.Batch) -> dict[int, p.Tags]:
+    """Those of samples that have some."""
+    tags = p.unpack_tags(reply.tags)
+    return {index: own for index, own in zip(p.unpack_indexes(reply.indexes).tolist(), tags, strict=bool(tags)) if own}
+
+
 class LocalPlane(ControlPlane):
     def __init__(self, **config: Any) -> None:
         super().__init__(PlaneConfig(**config))

@@ -15,7 +15,7 @@ from transfer_queue.errors import InvalidRequestError, UnsupportedValueError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.metadata.annotations import copy_tags
 from transfer_queue.metadata.field_schema import with_dtypes
-from transfer_queue.protocol import MOST_ROWS, Batch, Done, FieldSpec, SetTags, encode, unpack_indexes
+from transfer_queue.protocol import MOST_ROWS, Batch, Done, FieldSpec, SetTags, encode, unpack_indexes, unpack_tags
 from transfer_queue.storage.backends import StorageManagerFactory, storage_settings
 from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.session import Session
@@ -241,7 +241,7 @@ def to_meta(batch: Batch) -> BatchMeta:
         None,
         np.frombuffer(batch.status, dtype=np.int8),
         None,
-        [batch.tags.get(index, {}) for index in indexes] if batch.tags else None,
+        unpack_tags(batch.tags) or None,
         padding_mask=padding,
         token=batch.token,
         batch_index=batch.batch_index,

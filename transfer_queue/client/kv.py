@@ -168,10 +168,9 @@ async def batch_put(
     names = check_keys(keys)
     _check_batch(names, rows, tags)
     batches = await client.put_by_key(names, partition_id, rows, tags_by_row(tags, len(names)))
-    indexes = [(batch, index) for batch in batches for index in p.unpack_indexes(batch.indexes).tolist()]
     return KVBatchMeta(
         keys=list(names),
-        tags=[batch.tags.get(index, {}) for batch, index in indexes],
+        tags=[tags for batch in batches for tags in p.unpack_tags(batch.tags) or [{}] * len(batch.status)],
         partition_id=partition_id,
         fields=sorted(set.intersection(*(set(batch.fields) for batch in batches))),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Final
 
 from transfer_queue.calls import Holding, Until
@@ -120,7 +121,7 @@ class Group:
             return RUNNING if any(own.is_held for own in self.holders.values()) else WAITING
         if not self.drawn:
             return READY if self.is_ready else CLOSED
-        if all(self.drawn.values()):
+        if None not in self.drawn.values():
             return DRAWN
         trained = [task for task, batch in self.drawn.items() if batch is None]
         return TRAINED if self.is_done_by_all(trained) else DRAWN
@@ -149,8 +150,7 @@ class Group:
 
     def all_members(self) -> list[int]:
         """Ascending within each part."""
-        members = self.members
-        return [index for part in sorted(members) for index in members[part]]
+        return list(chain.from_iterable(map(self.members.__getitem__, sorted(self.members))))
 
     def members_of(self, parts: Iterable[int]) -> list[int]:
         return [index for part in parts for index in self.members.get(part, ())]

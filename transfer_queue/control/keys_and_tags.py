@@ -7,7 +7,7 @@ packed: a dict for each sample would take most of the controller's memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -15,7 +15,7 @@ import numpy as np
 
 from transfer_queue.calls import PIECE
 from transfer_queue.control.rows import Rows, RowState, RowTable
-from transfer_queue.protocol import Indexes, Tags
+from transfer_queue.protocol import Indexes, Tags, pack_tags, unpack_tags
 
 _BLOCK = 4096
 """Consecutive indexes with their keys in one dict."""
@@ -121,17 +121,11 @@ class KeyMap:
 _COLUMN = "tags"
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Tags)
-_list_decoder = msgspec.msgpack.Decoder(list[Tags])
 
 
 def unpacked_tags(packed: bytes | None) -> Tags:
     """The tags that ``TagStore.packed`` gave; ``{}`` for a sample without tags."""
     return _decoder.decode(packed) if packed else {}
-
-
-def _decoded(packed: Collection[bytes]) -> list[Tags]:
-    """Tags of many samples, decoded at once: joined, and with a head, they are a list. Raises msgspec.DecodeError."""
-    return _list_decoder.decode(b"\xdd" + len(packed).to_bytes(4, "big") + b"".join(packed))
 
 
 class TagStore(Mapping[int, Tags]):
@@ -167,10 +161,8 @@ class TagStore(Mapping[int, Tags]):
 
     def of(self, indexes: Indexes, rows: Rows) -> dict[int, Tags]:
         """The tags of those samples that have some; ``rows`` are the samples' rows."""
-        if not self._table.has_column(_COLUMN):
-            return {}
-        packed = {i: own for i, own in zip(indexes.tolist(), self.packed(rows), strict=True) if own}
-        return dict(zip(packed, _decoded(packed.values()), strict=True))
+        found = dict(zip(indexes.tolist(), unpack_tags(pack_tags(self.packed(rows))), strict=False))
+        return {index: own for index, own in found.items() if own}
 
     def packed(self, rows: Rows) -> list[bytes | None]:
         """The tags of these rows as they are stored, for ``unpacked_tags``."""
@@ -210,7 +202,7 @@ class TagStore(Mapping[int, Tags]):
         """Set the tags of these rows, which must have none. Raises msgspec.DecodeError for bytes that aren't tags."""
         if not len(packed):
             return
-        _decoded(packed)
+        unpack_tags(pack_tags(packed))
         column = self._table.ensure_column(_COLUMN, np.object_)
         for row, own in zip(rows.tolist(), packed, strict=True):
             column[row] = own

@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-
-import numpy as np
 
 from transfer_queue.control.group_record import Group
 from transfer_queue.control.groups import Groups
@@ -70,9 +69,8 @@ class ReadyGroups:
     def changed(self, rows: Rows, present: bool) -> None:
         """These rows are ready now, or not any more."""
         heads = self.groups.heads_of(rows)
-        heads, counts = np.unique(heads[heads >= 0], return_counts=True)
         live, found = self.groups.live, []
-        for head, count in zip(heads.tolist(), counts.tolist(), strict=True):
+        for head, count in sorted(Counter(heads[heads >= 0].tolist()).items()):
             left = self._num_ready.get(head, 0) + (count if present else -count)
             if left:
                 self._num_ready[head] = left

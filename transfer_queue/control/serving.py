@@ -23,7 +23,17 @@ from transfer_queue.control.rows import Rows, all_of
 from transfer_queue.control.state import PlaneState
 from transfer_queue.control.tag_filter import parse_filter
 from transfer_queue.errors import InvalidRequestError
-from transfer_queue.protocol import NO_INDEXES, Batch, Ended, Fetch, Indexes, NotReady, pack_indexes, unpack_indexes
+from transfer_queue.protocol import (
+    NO_INDEXES,
+    Batch,
+    Ended,
+    Fetch,
+    Indexes,
+    NotReady,
+    pack_indexes,
+    pack_tags,
+    unpack_indexes,
+)
 from transfer_queue.sampler.group_sampler import GroupSampler
 
 _QUIET_S = 2.0
@@ -474,6 +484,6 @@ def describe(request_id: int, partition: Partition, indexes: Indexes, fields: li
     heads, versions = (None, {}) if partition.groups is None else partition.groups.described(rows)
     specs = {name: schema.spec(name, rows) for name in fields if name in schema.counts}
     return Batch(
-        request_id, partition.name, pack_indexes(indexes), specs, status.tobytes(), partition.tags.of(indexes, rows),
-        heads=heads, versions=versions,
+        request_id, partition.name, pack_indexes(indexes), specs, status.tobytes(),
+        pack_tags(partition.tags.packed(rows)), heads=heads, versions=versions,
     )  # fmt: skip

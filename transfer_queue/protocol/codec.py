@@ -16,7 +16,7 @@ import numpy.typing as npt
 from transfer_queue.errors import InvalidRequestError, ProtocolError, UnsupportedValueError
 from transfer_queue.protocol.arrays import pack_arrays, unpack_arrays
 from transfer_queue.protocol.replies import AnyReply
-from transfer_queue.protocol.request_parts import MOST_ROWS, Call, UnitRuns
+from transfer_queue.protocol.request_parts import MOST_ROWS, Call, Tags, UnitRuns
 from transfer_queue.protocol.requests import (
     AnyRequest,
     Fetch,
@@ -27,7 +27,7 @@ from transfer_queue.protocol.requests import (
     SetTags,
 )
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Client and server must have the same one."""
 MAX_DEPTH = 64
 """Levels of lists and dicts in a tag or an argument."""
@@ -35,6 +35,8 @@ MAX_DEPTH = 64
 Indexes = npt.NDArray[np.int64]
 NO_INDEXES: Indexes = np.empty(0, dtype=np.int64)
 _INT64 = np.dtype("<i8")
+_NO_TAGS = msgspec.msgpack.encode({})
+_tags_decoder = msgspec.msgpack.Decoder(list[Tags])
 
 R = TypeVar("R")
 
@@ -74,6 +76,18 @@ def unpack_indexes(data: bytes) -> Indexes:
     if len(data) % 8:
         raise ProtocolError(f"indexes are 8 bytes each, got {len(data)} bytes.")
     return np.frombuffer(data, dtype="<i8").astype(np.int64, copy=False)
+
+
+def pack_tags(packed: Sequence[bytes | None]) -> bytes:
+    """Tags by row as they travel: a list, made of each row's as the queue keeps them. b"": no row has any."""
+    if not any(packed):
+        return b""
+    return b"\xdd" + len(packed).to_bytes(4, "big") + b"".join([own or _NO_TAGS for own in packed])
+
+
+def unpack_tags(data: bytes) -> list[Tags]:
+    """Tags by row; [] where no row has any. Raises msgspec.DecodeError."""
+    return _tags_decoder.decode(data) if data else []
 
 
 def by_row(units: UnitRuns) -> npt.NDArray[np.int32]:

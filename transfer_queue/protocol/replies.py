@@ -49,7 +49,8 @@ class Published(Reply, frozen=True):
 class Batch(Reply, frozen=True):
     """Samples and what is known of them. ``padding`` marks rows that repeat others to fill a round (uint8).
 
-    ``heads``: by row the index of its group's head, -1 for a sample without a group; None: the partition has no groups.
+    ``tags``: see ``pack_tags``. ``heads``: by row the index of its group's head, -1 for a sample without a group; None:
+    the partition has no groups.
     ``versions``: by head, the policy version of its first lease. ``most_rows``: of a rank's batch in a round of groups.
     ``more``: this is a page of a Describe, and not the last one. ``partial``, of samples that were named by their keys:
     fields that some of them have and others lack.
@@ -59,7 +60,7 @@ class Batch(Reply, frozen=True):
     indexes: bytes
     fields: dict[str, FieldSpec]
     status: bytes
-    tags: dict[int, Tags] = {}
+    tags: bytes = b""
     token: str | None = None
     batch_index: int | None = None
     padding: bytes | None = None

@@ -13,7 +13,7 @@ from typing import Any, get_args
 import numpy as np
 
 from transfer_queue import protocol as p
-from transfer_queue.protocol import unpack_indexes
+from transfer_queue.protocol import unpack_indexes, unpack_tags
 from transfer_queue.storage.messages import ColumnHeader, Delete, Read, Rows, UnitRequest, Write
 
 REQUEST_BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
@@ -179,7 +179,7 @@ class Meter:
         newest = self._newest.version
         if batch.tags and newest is not None:
             histogram = _of(self._versions, task, VERSION_BOUNDS)
-            for version in _versions(batch.tags.values()):
+            for version in _versions(unpack_tags(batch.tags)):
                 histogram.add(max(0, newest - version))
 
     def reads(self, rows: Rows, frames: Sequence[Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from control_model import DP_SIZES, MAX_TOKENS, TASKS, Entry, PartitionModel, ProducersModel, Sample
 
-from tests.local_plane import LocalPlane, To
+from tests.local_plane import LocalPlane, To, tags_of
 from transfer_queue import protocol as p
 
 GRACE_S = 5.0
@@ -298,7 +298,7 @@ class CheckedPlane:
         assert indexes, "an empty batch would be a fourth answer"
         assert all(partition.has(index, request.fields) for index in indexes), "atomic"
         assert set(reply.fields) == set(request.fields)
-        assert reply.tags == {i: partition.samples[i].tags for i in set(indexes) if partition.samples[i].tags}
+        assert tags_of(reply) == {i: partition.samples[i].tags for i in set(indexes) if partition.samples[i].tags}
         view = partition.view(request.task)
         num_resets = view.num_resets
         assert not view.is_past_end(request, reply.batch_index), "who reads the same pass is told the same end"

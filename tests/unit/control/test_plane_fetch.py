@@ -334,7 +334,8 @@ def test_a_batch_describes_its_samples(plane):
     ask(plane, ROLLOUT, p.Publish, "p", p.pack_indexes(samples), shapes, {1: {"length": 5}})
     reply = fetch(plane, 2, 0, 0, names=("y", "x", "y"))
     assert reply == p.Batch(
-        reply.id, "p", p.pack_indexes([0, 1]), {"y": shapes["y"], "x": INT}, bytes([1, 1]), {1: {"length": 5}},
+        reply.id, "p", p.pack_indexes([0, 1]), {"y": shapes["y"], "x": INT}, bytes([1, 1]),
+        p.pack_tags([None, p.encode({"length": 5})]),
         "p/train/1/0#1", 0,
     )  # fmt: skip
 

@@ -25,6 +25,7 @@ from control_kit import (
     send,
 )
 
+from tests.local_plane import tags_of
 from transfer_queue import protocol as p
 
 
@@ -191,9 +192,9 @@ def test_tags_replace_or_merge_and_unknown_places_are_ignored(plane):
     put(plane, 2)
     tags(plane, {"p": {0: {"a": 1, "b": 1}, 99: {"a": 1}}, "nowhere": {0: {"a": 1}}})
     tags(plane, {"p": {0: {"b": 2}, 1: {"c": 3}}}, merge=True)
-    assert ask(plane, ACTOR, p.Describe, "p").tags == {0: {"a": 1, "b": 2}, 1: {"c": 3}}
+    assert tags_of(ask(plane, ACTOR, p.Describe, "p")) == {0: {"a": 1, "b": 2}, 1: {"c": 3}}
     tags(plane, {"p": {0: {"z": 0}, 1: {}}})
-    assert ask(plane, ACTOR, p.Describe, "p").tags == {0: {"z": 0}}
+    assert tags_of(ask(plane, ACTOR, p.Describe, "p")) == {0: {"z": 0}}
 
 
 # ---- statistics ----

@@ -35,7 +35,8 @@ def metered() -> tuple[Meter, Clock]:
 
 
 def batch(*indexes: int, tags: dict[int, Any] | None = None) -> p.Batch:
-    return p.Batch(1, "p", p.pack_indexes(np.array(indexes)), {}, b"", tags or {})
+    packed = [p.encode((tags or {}).get(index, {})) for index in indexes]
+    return p.Batch(1, "p", p.pack_indexes(np.array(indexes)), {}, b"", p.pack_tags(packed))
 
 
 def reserved(first: int, count: int) -> p.Reserved:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.local_plane import tags_of
 from tests.unit.server.front_kit import NOTHING, held, samples_of
 from tests.unit.server.story_kit import Act, Call, Clients, Interrupted, Key, nothing
 from tests.unit.server.story_model import TASKS, Part, Saved, Turn, Write
@@ -242,7 +243,7 @@ class Story(Clients):
         fetch, key = call.request, (call.client, call.request.id)
         samples = part.give(fetch, turn)
         assert samples_of(reply) == samples, turn
-        assert reply.tags == {index: tags for index in samples if (tags := part.samples[index].tags)}
+        assert tags_of(reply) == {index: tags for index in samples if (tags := part.samples[index].tags)}
         if fetch.with_values:
             self.check_values(call, samples, {i: {n: part.values[i][n] for n in fetch.fields} for i in samples})
         if turn.key is None:
@@ -449,7 +450,7 @@ class Story(Clients):
             live = part.live()
             described = self.ask(who, p.Describe(self.number(who), name, ["x", "y"]), p.Batch)
             assert samples_of(described) == live, "no sample is lost or doubled"
-            assert described.tags == {index: tags for index in live if (tags := part.samples[index].tags)}
+            assert tags_of(described) == {index: tags for index in live if (tags := part.samples[index].tags)}
             keys = {index: key for key, index in part.keys.items()}
             names = self.ask(who, p.KeysOf(self.number(who), name, p.pack_indexes(live)), p.Names).names
             assert names == [keys.get(index) for index in live]
