@@ -54,7 +54,8 @@ def work(worker: int, kill_at: int) -> None:
         texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
         rows = jagged([torch.cat([torch.tensor(prompt), answer]) for answer in tokens])
         tags = [{"reward": reward_of(text)} for text in texts]
-        lease.close({"tokens": rows, "log_probs": jagged(log_probs)}, tags)  # log_probs: of the answers' tokens
+        with lease:
+            lease.close({"tokens": rows, "log_probs": jagged(log_probs)}, tags)  # log_probs: of the answers' tokens
 
 
 class QueueWeights:

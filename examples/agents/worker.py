@@ -30,12 +30,13 @@ def work(turns_to_live: int = 0) -> None:
         policy.load_state_dict(weights.latest().state_dict)
         turns = lease.members
         guesses = client.get_data(turns, layout="dense")["guess"].tolist() if turns.size else []
-        play(
-            lease,
-            Episode(int(lease.head["seed"]), guesses),
-            policy,
-            lambda: turns_to_live > 0 and chance.random() < 1 / turns_to_live,
-        )
+        with lease:
+            play(
+                lease,
+                Episode(int(lease.head["seed"]), guesses),
+                policy,
+                lambda: turns_to_live > 0 and chance.random() < 1 / turns_to_live,
+            )
 
 
 def play(lease: tq.Lease, episode: Episode, policy: Policy, dies: Callable[[], bool]) -> None:

@@ -38,7 +38,8 @@ def rollout(answers: int = 8, at_once: int = 32, worker: int = 0) -> None:
                 own = slice(number * answers, (number + 1) * answers)
                 tokens, lengths = answered.tokens[own], answered.lengths[own]
                 rows = {"responses": tokens, "old_log_probs": answered.log_probs[own], "lengths": lengths}
-                lease.close(rows, tags_of(lease, tokens, lengths, newest.version))
+                with lease:
+                    lease.close(rows, tags_of(lease, tokens, lengths, newest.version))
 
 
 def tags_of(lease: tq.Lease, tokens: Tensor, lengths: Tensor, version: int) -> list[dict[str, float]]:

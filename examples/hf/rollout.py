@@ -96,9 +96,10 @@ def fill(engine: Engine, tokenizer: Any, prompts: int, group: int, worker: int) 
             texts = tokenizer.batch_decode(answers.tokens, skip_special_tokens=True)
             for at, lease in enumerate(leases):
                 own = slice(at * group, (at + 1) * group)
-                lease.close({
-                    "prompts": jagged([torch.tensor(questions[at])] * group),
-                    "responses": jagged(answers.tokens[own]),
-                    "old_log_probs": jagged(answers.log_probs[own]),
-                    "answers": NonTensorStack(*texts[own]),
-                })  # fmt: skip
+                with lease:
+                    lease.close({
+                        "prompts": jagged([torch.tensor(questions[at])] * group),
+                        "responses": jagged(answers.tokens[own]),
+                        "old_log_probs": jagged(answers.log_probs[own]),
+                        "answers": NonTensorStack(*texts[own]),
+                    })  # fmt: skip

@@ -32,11 +32,22 @@ from lightning_tq.datamodule import TQDataModule
 from lightning_tq.producers.group import ProducerError
 from lightning_tq.queue_config import load_mapping
 from lightning_tq.rank_watchdog import RankGoneError
-from transfer_queue import BatchTimeoutError, ConfigError, ProducersGoneError, QueueUnreachableError
-from transfer_queue.errors import InvalidRequestError, LaunchError, SamplerError, TransferQueueError
+from transfer_queue.errors import (
+    BatchTimeoutError,
+    CheckpointNotFoundError,
+    ConfigError,
+    GateStarvedError,
+    InvalidRequestError,
+    LaunchError,
+    ProducersGoneError,
+    QueueUnreachableError,
+    SamplerError,
+    TransferQueueError,
+)
 
 _SELF_EXPLANATORY = (
     BatchTimeoutError,
+    GateStarvedError,
     LaunchError,
     ProducerError,
     ProducersGoneError,
@@ -190,9 +201,10 @@ def run(args: Sequence[str] | None, make: Callable[[], TQCLI] = TQCLI) -> int:
 
 def _is_of_setup(error: BaseException) -> bool:
     """Whether the data module's setup, which checks the configuration together with the Trainer, has refused it."""
-    is_request = isinstance(error, InvalidRequestError)
     frames = traceback.walk_tb(error.__traceback__)
-    return is_request and any(frame.f_code is TQDataModule.setup.__code__ for frame, _ in frames)
+    return isinstance(error, InvalidRequestError | CheckpointNotFoundError) and any(
+        frame.f_code is TQDataModule.setup.__code__ for frame, _ in frames
+    )
 
 
 # ---- what the parser says about a wrong configuration, in one sentence ----

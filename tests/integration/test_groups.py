@@ -226,6 +226,49 @@ def test_a_lease_that_is_of_no_use_any_more_is_aborted(client, name):
         lease.close(answers(1))
 
 
+def test_a_block_whose_lease_is_lost_ends_and_the_worker_goes_on(client, name):
+    task, done = f"actor-{name}", []
+    client.register_task(task, tq.GroupSampler(groups=1, ahead=1, max_staleness=0, stale="drop"))
+    client.advance(name, 0)
+    client.add_groups(heads(2), name, tasks=[task])
+    client.seal_partition(name)
+    for version, lease in enumerate(client.leases(name), 1):
+        with lease:
+            if version == 1:
+                client.advance(name, version)  # the trainer is faster: what is worked on is of no use
+            lease.close(answers(version))
+            done.append(int(lease.head["number"]))
+        if version == 2:
+            client.get_meta(["answer"], partition_id=name, task_name=task)
+    assert done == [1]
+
+
+def test_a_block_that_uses_a_lease_wrongly_or_loses_another_one_raises(client, name):
+    client.add_groups(heads(2), name)
+    mine, others = client.lease(name, 2)
+    others.release("it is done by another one")
+    with pytest.raises(LeaseLostError, match="has ended"), mine:
+        others.close(answers(1))
+    assert state_of(client, name, mine) == "waiting", "the error has released it"
+    (mine,) = client.lease(name)
+    mine.close(answers(1))
+    with pytest.raises(LeaseLostError, match="has ended"), mine:
+        mine.close(answers(2))
+
+
+def test_a_coroutines_block_ends_like_that_too(client, name):
+    async def work() -> list[str]:
+        head = await client.async_add_groups(heads(1), name)
+        (lease,) = await client.async_lease(name)
+        async with lease:
+            await client.async_clear_samples(head)
+            await lease.async_close(answers(1))
+            return ["closed"]
+        return ["lost"]
+
+    assert asyncio.run(work()) == ["lost"]
+
+
 def test_a_worker_that_stood_still_until_its_group_was_gone_gets_other_work(client, queue, name):
     client.add_groups(heads(2), name, keys=["gone", "there"])
     other, gone = connect("other", queue), client.kv_retrieve_meta("gone", name)

@@ -289,6 +289,7 @@ def test_a_command_that_cannot_run_is_refused_in_a_line(
     ("changes", "code", "says"),
     [
         ({"data.train.sampler": "RankAwreSampler"}, 2, "error: Could not find sampler 'RankAwreSampler'. Did you mean"),
+        ({"data.train.replay_from": "/nowhere"}, 2, "error: no record at /nowhere: lightning-tq record has written"),
         ({"data.queue": "ipc:///nowhere/controller"}, 1, "error: no queue at ipc:///nowhere/controller: there is no"),
     ],
 )

@@ -18,6 +18,7 @@ from tests.warm_python import run_python, started
 
 TEMPLATES = ROOT / "lightning_tq" / "templates"
 MOST_LINES = 120
+COMMAND = ("-m", "lightning_tq")
 IMPROVES = {"grpo": "accuracy", "sft": "loss", "stream": "loss"}
 _STEP = re.compile(r"^step (\d+): \D*([\d.]+)", re.M)
 
@@ -28,7 +29,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def train(*words: str | Path, **more: str) -> str:
-    done = run_python("-m", "lightning_tq", *words, env=environment(**more), timeout=600 * SLOW)
+    done = run_python(*words, env=environment(**more), timeout=600 * SLOW)
     assert done.returncode == 0, done.stdout + done.stderr
     assert own_processes() == []
     return done.stdout
@@ -70,10 +71,10 @@ def test_new_writes_the_files_of_the_guide(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize("kind", ["grpo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sft", "stream"))])
 def test_a_template_learns_and_goes_on_after_a_kill_from_its_last_checkpoint(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "a run"  # a name that a shell would split
-    train("new", kind, folder)
+    train(*COMMAND, "new", kind, folder)
     words = ("fit", "--config", folder / "run.yaml", "--trainer.enable_progress_bar=false")
     before = ""
-    with started("-m", "lightning_tq", *words, env=environment()) as (first, out, _):
+    with started(*COMMAND, *words, env=environment()) as (first, out, _):
         while len(steps(before)) < 4:  # two epochs are saved: a checkpoint follows its line
             line = out.readline()
             assert line, before
@@ -81,7 +82,7 @@ def test_a_template_learns_and_goes_on_after_a_kill_from_its_last_checkpoint(kin
         first.send_signal(signal.SIGKILL)
         before += out.read()
         assert first.wait() == -signal.SIGKILL
-    after = steps(train(*words, "--ckpt_path", "last"))
+    after = steps(train(*COMMAND, *words, "--ckpt_path", "last"))
     (start, at_first), (trained, _) = steps(before)[0], steps(before)[-1]
     per_epoch = steps(before)[1][0]
     assert start == 0
@@ -95,7 +96,7 @@ def test_a_template_learns_and_goes_on_after_a_kill_from_its_last_checkpoint(kin
 def test_the_demo_learns_and_ends_with_a_picture_and_a_verdict(tmp_path: Path) -> None:
     pytest.importorskip("aiohttp")
     pytest.importorskip("matplotlib")
-    printed = train("demo", "--seconds", "10", tmp_path / "demo")
+    printed = train(*COMMAND, "demo", "--seconds", "10", tmp_path / "demo")
     assert re.search(r"^Watch it live: http://127\.0\.0\.1:\d+/#token=\S+$", printed, re.M)
     assert (tmp_path / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert f"Picture: {tmp_path / 'demo' / 'demo.png'}\n" in printed
@@ -107,17 +108,17 @@ def test_the_demo_learns_and_ends_with_a_picture_and_a_verdict(tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.timeout(320 * SLOW)
 def test_the_demo_needs_no_page_and_says_what_would_give_one(tmp_path: Path) -> None:
-    hidden = tmp_path / "hidden"
-    hidden.mkdir()
     # Without aiohttp alone: torchmetrics takes matplotlib for installed where pip says so, and would fail.
-    (hidden / "sitecustomize.py").write_text(
-        "import sys\n"
-        "import importlib.util as util\n"
-        "found = util.find_spec\n"
-        "util.find_spec = lambda name, package=None: None if name == 'aiohttp' else found(name, package)\n"
-        "sys.modules['aiohttp'] = None\n"
+    (tmp_path / "without.py").write_text(
+        "import runpy, sys\n"
+        "if __name__ == '__main__':\n"
+        "    from lightning_tq.cli import demo_command as demo\n"
+        "    found = demo.find_spec\n"
+        "    demo.find_spec = lambda name: None if name == 'aiohttp' else found(name)\n"
+        "    sys.modules['aiohttp'] = None\n"
+        "    runpy.run_module('lightning_tq', run_name='__main__', alter_sys=True)\n"
     )
-    printed = train("demo", "--seconds", "5", tmp_path / "demo", PYTHONPATH=f"{hidden}{os.pathsep}{ROOT}")
+    printed = train(tmp_path / "without.py", "demo", "--seconds", "5", tmp_path / "demo")
     assert "The live page needs aiohttp, so there is none: pip install aiohttp\n" in printed
     assert "Watch it live" not in printed
     assert re.search(r"^Accuracy \d+% → \d+% ", printed, re.M)

@@ -67,7 +67,7 @@ class Lease(AbstractContextManager["Lease"], AbstractAsyncContextManager["Lease"
 
     It ends by ``close``, ``release`` or ``reject``, or is lost: its session ends, or nobody renews it for ``lease_s``
     seconds. This process renews it for as long as the object is alive. Each verb has an async twin, ``async_close`` and
-    so on. As a context manager it releases what its body leaves open.
+    so on. As a context manager it releases what its body leaves open. If it is lost, the body ends without an error.
 
     Examples:
         >>> meta = client.add_groups({"prompt": torch.arange(2)}, "train")
@@ -211,17 +211,22 @@ class Lease(AbstractContextManager["Lease"], AbstractAsyncContextManager["Lease"
 
     # ---- as a context manager ----
 
-    async def _leave(self, error: BaseException | None) -> None:
+    async def _leave(self, error: BaseException | None) -> bool:
+        """Returns whether the error only says that this lease is lost."""
+        if isinstance(error, LeaseLostError) and self.aborted:
+            _log.info("%r: %s", self, error)
+            return True
         if self.parts:
             text = "its body ended without closing it" if error is None else f"{type(error).__name__}: {error}"
             with suppress(LeaseLostError):  # it is another's, or was cleared
                 await self.async_release(text)
+        return False
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        run_blocking(self._leave(error))
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        return run_blocking(self._leave(error))
 
-    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        await self._leave(error)
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        return await self._leave(error)
 
     def __repr__(self) -> str:
         state = "lost" if self.aborted else f"open parts {self.parts}" if self.parts else "ended"

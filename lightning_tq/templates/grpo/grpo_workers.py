@@ -32,11 +32,11 @@ def rollout(answers=16, at_once=8, worker=0):
     with suppress(tq.EndOfPartitionError):  # the training is over
         while True:
             leases = client.lease("train", at_once)  # waits rather than running too far ahead
-            newest = weights.latest(least=max(lease.version or 0 for lease in leases))
-            policy.load_state_dict(newest.state_dict)
+            policy.load_state_dict(weights.latest(least=max(lease.version or 0 for lease in leases)).state_dict)
             prompts = torch.stack([lease.head["prompt"][0] for lease in leases]).repeat_interleave(answers, dim=0)
             answer, log_probs = policy.answer(prompts)
             reward = (answer == prompts.flip(1)).float().mean(1)
             for number, lease in enumerate(leases):
                 own = slice(number * answers, (number + 1) * answers)
-                lease.close({"answer": answer[own], "old_log_probs": log_probs[own], "reward": reward[own]})
+                with lease:
+                    lease.close({"answer": answer[own], "old_log_probs": log_probs[own], "reward": reward[own]})
