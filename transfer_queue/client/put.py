@@ -6,6 +6,7 @@ from __future__ import annotations
 import array
 import contextlib
 import itertools
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -69,7 +70,7 @@ class WriteTransaction:
 
         Returns the answer to ``begin``, or for keys what their samples have now.
         """
-        begin = msgspec.structs.replace(self._begin, id=self._session.number(), wait_s=wait_s)
+        begin, deadline = self._begin, time.monotonic() + wait_s
         columns, frames, lease = b"", list[Any](), 0
         try:
             if self._columns is not None:
@@ -77,6 +78,8 @@ class WriteTransaction:
                 replaced = p.unpack_indexes(begin.indexes).tolist() if isinstance(begin, p.CheckFields) else ()
                 columns, frames = await front.encode_write(lease, self._columns, self._num_rows, replaced, wait_s)
             self._check_session()
+            left_s = max(0.0, deadline - time.monotonic())  # it may have waited for memory
+            begin = msgspec.structs.replace(begin, id=self._session.number(), wait_s=left_s)
             put = p.Put(begin.id, begin, self._tags, columns)
             return (await self._session.send_with_frames(put, p.Reply, begin.wait_s, frames))[0]
         except BaseException:

@@ -84,10 +84,12 @@ class _Reader:
         served.consumer.asked_at = now
         if fetch.where is not None:
             self._ready = served.ready()
-        reply: p.Reply | More | None = served.answer(now, may_draw)
-        following.wrote(state, partition, fetch.task, served.written)
-        if state.waits.count:
-            self._wake_others(served)
+        try:
+            reply: p.Reply | More | None = served.answer(now, may_draw)
+        finally:  # a sampler may raise after it has drawn earlier batches
+            following.wrote(state, partition, fetch.task, served.written)
+            if state.waits.count:
+                self._wake_others(served)
         if isinstance(reply, p.Batch) and fetch.batch_index is None:
             for each in served.holdings(state, reply):
                 state.calls.hold(self._call, each)

@@ -92,9 +92,11 @@ class NewRows(Holding):
         self._role, self._indexes = role, indexes
 
     def undo(self) -> bool:
-        """Delete them, unless work on a head has begun, or the part was closed or is another lease's by now."""
+        """Delete them, unless a task was given one, work on a head has begun, or the lease is over or has closed it."""
         partition, role = self._state.find(self._partition, self._serial), self._role
         if partition is None or not groups_of(partition).may_undo(role, self._indexes):
+            return False
+        if partition.has_given(self._indexes):
             return False
         partition.num_heads -= len(self._indexes) if isinstance(role, p.Terms) else 0
         clear(self._state, partition, self._indexes.tolist())

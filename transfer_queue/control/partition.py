@@ -280,13 +280,16 @@ class Partition:
         False: some were cleared, given to a task, or maybe written to since (``num_rewrites``: as it was then). Or the
         partition is sealed, and a reader may know its end.
         """
-        rows, found = self.table.find(indexes)
-        if self.sealed or self.num_rewrites != num_rewrites or not all_of(found):
-            return False
-        if any(consumer.given[rows].any() for consumer in self.consumers.values()):
+        _, found = self.table.find(indexes)
+        if self.sealed or self.num_rewrites != num_rewrites or not all_of(found) or self.has_given(indexes):
             return False
         self._withdraw(indexes)
         return True
+
+    def has_given(self, indexes: Indexes) -> bool:
+        """Whether some task was given one of these samples."""
+        rows, found = self.table.find(indexes)
+        return any(consumer.given[rows[found]].any() for consumer in self.consumers.values())
 
     def _withdraw(self, indexes: Indexes) -> None:
         self.table.copies.make()

@@ -75,7 +75,7 @@ def unpack_indexes(data: bytes) -> Indexes:
     """Read-only int64 view of packed indexes. Raises ProtocolError where the bytes can't be any."""
     if len(data) % 8:
         raise ProtocolError(f"indexes are 8 bytes each, got {len(data)} bytes.")
-    return np.frombuffer(data, dtype="<i8").astype(np.int64, copy=False)
+    return np.frombuffer(data, _INT64).astype(np.int64, copy=False)
 
 
 def pack_tags(packed: Sequence[bytes | None]) -> bytes:

@@ -152,7 +152,8 @@ class Meter:
             return
         if (kind is p.Put or kind is p.Publish) and request.tags:
             self._put(request.tags, now)
-        indexes = getattr(reply, "indexes", None) or getattr(request, "indexes", None)
+        begin = request.begin if kind is p.Put else request
+        indexes = getattr(reply, "indexes", None) or getattr(begin, "indexes", None)
         if not indexes:
             return
         verb.samples += len(indexes) // 8

@@ -26,6 +26,7 @@ from control_kit import (
     save,
 )
 
+from transfer_queue import SequentialSampler
 from transfer_queue import protocol as p
 
 
@@ -73,6 +74,24 @@ def test_both_shares_of_a_round_are_given_at_once(plane):
     put(plane, 4)
     batch(plane, 2, 1, 0)
     assert open_batches(plane) == {(0, 0): [0, 1], (1, 0): [2, 3]}
+
+
+class FailsAtTheThird(SequentialSampler):
+    drawn = 0
+
+    def sample(self, ready_indexes, batch_size, *args, **kwargs):
+        self.drawn += 1
+        if self.drawn == 3:
+            raise ValueError("of the user")
+        return super().sample(ready_indexes, batch_size, *args, **kwargs)
+
+
+def test_it_is_given_what_was_drawn_before_the_sampler_failed(plane):
+    register(plane, sampler={"class": f"{__name__}:FailsAtTheThird", "kwargs": {}})
+    follow(plane)
+    put(plane, 6)
+    refused(fetch(plane, 2, 0, 2, first_index=0), "SamplerError", "of the user")
+    assert open_batches(plane) == {(0, 0): [0, 1], (0, 1): [2, 3]}
 
 
 def test_a_clear_that_it_held_up_is_made_up_for_once_it_has_acknowledged(plane):

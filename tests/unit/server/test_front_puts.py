@@ -168,6 +168,20 @@ def test_a_complete_put_stays_as_a_whole_although_it_is_cancelled_once(me, other
     assert me.values([0, 1]) == {0: 7, 1: 8}
 
 
+@pytest.mark.parametrize(("is_given", "left"), [(False, []), (True, [1])])
+def test_rows_of_a_lease_are_deleted_when_their_put_is_cancelled_unless_a_task_was_given_them(
+    me, other, is_given, left
+):
+    me.put([1], p.ResolveKeys(me.number(), "p", ["head"], True, True, specs(), 0.0, ["x"], p.Terms(parts=1)))
+    (lease,) = me.one(p.LeaseGroups(me.number(), ["p"])).leases
+    begin = p.Reserve(me.number(), "p", 1, specs(), 0.0, p.Members(lease.token, lease.head, lease.parts))
+    me.put([7], begin)
+    if is_given:
+        other.send(other.fetch(1))
+    me.cancel(begin.id)
+    assert samples_of(me.one(p.Describe(me.number(), "p", ["x"]))) == left
+
+
 # ---- a failure at any step ----
 
 

@@ -57,7 +57,8 @@ def test_the_two_forms_of_a_put_share_a_name():
     meter, _ = metered()
     meter.answered(p.Put(1, p.Reserve(1, "p", 2)), 0.0, reserved(0, 2))
     meter.answered(Write(2, p.pack_indexes(np.arange(3)), Columns([])), 0.0, p.Done(2))
-    assert {name: verb["samples"] for name, verb in meter.of_unit({})["requests"].items()} == {"PUT": 5}
+    meter.answered(p.Put(3, p.CheckFields(3, "p", p.pack_indexes(np.arange(4)), {})), 0.0, p.Done(3))
+    assert {name: verb["samples"] for name, verb in meter.of_unit({})["requests"].items()} == {"PUT": 9}
 
 
 def test_the_age_of_a_batch_is_that_of_its_oldest_sample():
