@@ -86,8 +86,8 @@ class FailsAtTheThird(SequentialSampler):
         return super().sample(ready_indexes, batch_size, *args, **kwargs)
 
 
-def test_it_is_given_what_was_drawn_before_the_sampler_failed(plane):
-    register(plane, sampler={"class": f"{__name__}:FailsAtTheThird", "kwargs": {}})
+def test_it_is_given_what_was_drawn_before_the_sampler_failed(make_plane):
+    plane = make_plane(sampler=FailsAtTheThird())
     follow(plane)
     put(plane, 6)
     refused(fetch(plane, 2, 0, 2, first_index=0), "SamplerError", "of the user")
