@@ -166,6 +166,8 @@ def _locked(staged: Path) -> Iterator[None]:
             raise CheckpointError(f"another process is saving a checkpoint there now: {staged} is in use.") from error
         except OSError:
             pass  # the file system has no locks: users must not save twice to one place at the same time
+        if not (staged.exists() and os.path.samestat(os.fstat(lock), os.stat(staged))):
+            raise CheckpointError(f"another process is saving a checkpoint there now: it has removed {staged}.")
         yield
     finally:
         os.close(lock)

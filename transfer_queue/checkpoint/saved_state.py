@@ -7,6 +7,7 @@ was one saved queue, which is cut here.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -70,6 +71,12 @@ class SavedSamples:
         )  # fmt: skip
 
 
+def _written(file: Path | int) -> tuple[int, int, int]:
+    """Which file it is, and since when it has been as it is."""
+    found = os.stat(file)
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
 class SavedState:
     """A saved state. Raises CheckpointError for what can't be read, wherever it is met."""
 
@@ -80,14 +87,17 @@ class SavedState:
             CheckpointNotFoundError: there is no such file.
         """
         self._path = path
+        self._written = _written(path) if path.exists() else None
         if expected is not None:
             SavedFile(path.parent, expected).check()
-        elif not path.exists():
+        elif self._written is None:
             raise CheckpointNotFoundError(f"no saved state of a queue at {path}.")
 
     def slices(self) -> Iterator[SavedQueue]:
         """The slices in order; there is at least one."""
         with open(self._path, "rb") as file:
+            if _written(file.fileno()) != self._written:
+                raise CheckpointError(f"another checkpoint was saved to {self._path.parent} meanwhile. Load that one.")
             first = file.read(1)
             if first != bytes([_BIN]):
                 yield from recut(decode(first + file.read()))

@@ -56,7 +56,7 @@ class GroupVerbs(Gets, LeaseClient):
         deadline_s: float | None = None,
         attempts: int = 2,
         worker_attempts: int = 5,
-        tasks: Sequence[str] = (),
+        tasks: Sequence[str] | None = None,
         tags: Sequence[Mapping[str, Any] | None] | None = None,
     ) -> BatchMeta:
         """Add groups to be worked on: one prompt, episode or pair each, with the fields that all its rows share.
@@ -96,9 +96,11 @@ class GroupVerbs(Gets, LeaseClient):
         if len(names) != count or not all(isinstance(name, str) for name in names):
             raise InvalidRequestError(f"{count} heads were given with {len(names)} keys. Give one string per head.")
         _check_whole(2**16, parts=parts, min_parts=min_parts, attempts=attempts, worker_attempts=worker_attempts)
-        if deadline_s is not None and not 0 < deadline_s <= p.LONGEST_WAIT_S:
-            raise InvalidRequestError(f"deadline_s must be a number of seconds above 0, got {deadline_s!r}.")
-        terms = p.Terms(parts, min_parts, deadline_s, attempts, worker_attempts, tuple(tasks))
+        if deadline_s is not None:
+            _check_seconds(deadline_s=deadline_s)
+        if isinstance(tasks, str) or not all(isinstance(task, str) for task in tasks or ()):
+            raise InvalidRequestError(f"tasks must be a list of names, got {tasks!r}.")
+        terms = p.Terms(parts, min_parts, deadline_s, attempts, worker_attempts, tuple(tasks or ()))
         return joined(await self.put_by_key(names, partition, rows, tags_by_row(tags, count), terms))
 
     async def async_lease(
@@ -279,7 +281,11 @@ class GroupVerbs(Gets, LeaseClient):
         if not metadata.size:
             return TensorDict({}, batch_size=[0])
         heads = list(dict(zip(metadata.group_index, metadata.heads or (), strict=True)).values())
-        partition = metadata.partition_ids[0]
+        partition, *others = dict.fromkeys(metadata.partition_ids)
+        if others:
+            raise InvalidRequestError(
+                f"get_heads reads one partition at a time, this batch is of {[partition, *others]}: select its rows."
+            )
         wanted = [fields] if isinstance(fields, str) else None if fields is None else list(fields)
         indexes = p.pack_indexes(heads)
         if wanted is None:
@@ -303,6 +309,12 @@ def _check_whole(most: int, **numbers: int | None) -> None:
             raise InvalidRequestError(f"{name} must be a whole number from 1 to {most}, got {number!r}.")
 
 
+def _check_seconds(**numbers: float) -> None:
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number <= p.LONGEST_WAIT_S:
+            raise InvalidRequestError(f"{name} must be a number of seconds above 0, got {number!r}.")
+
+
 def _check_lease(names: list[str], by: str, keep: str, lease_s: float) -> None:
     """Raises InvalidRequestError for what the server would refuse less clearly."""
     if not names or not all(isinstance(name, str) for name in names):
@@ -311,5 +323,4 @@ def _check_lease(names: list[str], by: str, keep: str, lease_s: float) -> None:
         raise InvalidRequestError(f'by must be "group" or "part", got {by!r}.')
     if keep not in ("all", "closed", "none"):
         raise InvalidRequestError(f'keep must be "all", "closed" or "none", got {keep!r}.')
-    if not 0 < lease_s <= p.LONGEST_WAIT_S:
-        raise InvalidRequestError(f"lease_s must be a number of seconds above 0, got {lease_s!r}.")
+    _check_seconds(lease_s=lease_s)

@@ -185,6 +185,8 @@ class Lease(AbstractContextManager["Lease"], AbstractAsyncContextManager["Lease"
         )
 
     async def _end(self, how: str, members: p.Members, reason: str = "", blame: str = "worker") -> None:
+        if not isinstance(reason, str):
+            raise InvalidRequestError(f"the reason for a {how} is a text, got {reason!r}.")
         end = (self.partition, members, how, reason[:1000], blame)
         await self._answered(members, self._client.session.ask(p.EndLease, p.Done, *end))
 

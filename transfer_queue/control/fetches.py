@@ -13,7 +13,6 @@ from transfer_queue.calls import MORE, Call, More, Name, Wait
 from transfer_queue.control import following, group_work
 from transfer_queue.control.draw import Task
 from transfer_queue.control.group_numbers import group_numbers
-from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.serving import ServedFetch, check_fetch
 from transfer_queue.control.state import FETCHES, PlaneState
@@ -28,22 +27,25 @@ def fetch(state: PlaneState, call: Call, request: p.Fetch) -> p.Reply | Wait:
     if task.follows is not None:
         raise InvalidRequestError(f"task {task.name!r} follows {task.follows!r}, so it draws no batches of its own.")
     dp_size = check_fetch(request, task)
-    partition = state.partitions.get(request.partition)
-    if partition is not None and partition.groups is not None:
-        _hear_of_trained(state, call, request, partition, dp_size)
+    if (trainer := state.leases.trainers.get(request.task)) is not None and trainer.batches:
+        _hear_of_trained(state, call, request, dp_size)
     return _Reader(state, call, request).begin(task, dp_size)
 
 
-def _hear_of_trained(
-    state: PlaneState, call: Call, request: p.Fetch, partition: Partition, dp_size: int | None
-) -> None:
-    """A reader that asks for a batch has trained those before it."""
+def _hear_of_trained(state: PlaneState, call: Call, request: p.Fetch, dp_size: int | None) -> None:
+    """A reader that asks has trained those before it; unless it says more, also those of other partitions."""
+    task, here = request.task, state.partitions.get(request.partition)
     rank = 0 if request.dp_rank is None and dp_size is not None else request.dp_rank
     before = request.trained if request.trained is not None else request.batch_index
-    if before is None and rank is not None:
-        before = partition.consumer(request.task).ledger.next_index(rank)
-    reader = call.client if before is None else rank
-    group_work.heard_of_trained(state, partition, request.task, reader, before)
+    reader = call.client if rank is None and before is None else rank
+    if here is not None and here.groups is not None:
+        if before is None and rank is not None:
+            before = here.consumer(task).ledger.next_index(rank)
+        group_work.heard_of_trained(state, here, task, reader, before)
+    if request.trained is None:
+        for name, own in list(state.leases.trainers[task].batches):
+            if own == reader and name != request.partition:
+                group_work.heard_of_trained(state, state.partitions[name], task, reader, None)
 
 
 class _Reader:

@@ -104,10 +104,11 @@ class NewRows(Holding):
         return True
 
 
-def check_members(state: PlaneState, call: Call, partition: Partition, members: p.Members, count: int) -> HeldLease:
+def check_members(state: PlaneState, call: Call, name: str, members: p.Members, count: int) -> HeldLease:
     """The lease, if the call's session may add so many rows to its group. Raises as ``Groups.check``."""
-    if partition.groups is None:
-        raise LeaseLostError(f"partition {partition.name!r} has no groups (any more); nothing was written.")
+    partition = state.partitions.get(name)
+    if partition is None or partition.groups is None:
+        raise LeaseLostError(f"partition {name!r} has no groups (any more); nothing was written.")
     lease = partition.groups.check(members, count)
     if lease.is_held and lease.worker.client != call.client:
         raise LeaseLostError(f"this lease is another one, of client {lease.worker.client!r}; nothing was written.")
@@ -248,7 +249,7 @@ def deadline(state: PlaneState, partition: Partition, group: Group) -> None:
     elif group.is_under_work:
         text = f"{len(group.closed)} of {group.terms.parts} parts were closed {patience}"
         leave(state, partition, group, EXPIRED, text)
-    elif group.terms.tasks and group.state == CLOSED and not group.passed:
+    elif group.state == CLOSED and not group.passed:
         leave(state, partition, group, EXPIRED, f"its rows did not get the tags of its gate {patience}")
     settle(state, partition)
 
@@ -261,7 +262,7 @@ def watch_deadline(state: PlaneState, partition: Partition, group: Group) -> Non
 
 def restored(state: PlaneState, versions: Mapping[str, int], next_token: int) -> None:
     """The plane has other partitions: what their groups hold slots for, and what was drawn of them, is known again."""
-    state.leases.restored(versions, next_token)
+    state.leases.restored(versions, next_token, state.config.server)
     for partition in [each for each in state.partitions.values() if each.groups is not None]:
         groups = groups_of(partition)
         groups.rebuild()
@@ -271,8 +272,10 @@ def restored(state: PlaneState, versions: Mapping[str, int], next_token: int) ->
         for group in groups.live.values():
             if group.state != TRAINED:
                 state.leases.charge(group)
-            if group.is_under_work:
+            if group.is_under_work or not group.passed:
                 watch_deadline(state, partition, group)
+        known = [group.version for group in groups.unfinished.values() if group.version is not None]
+        state.leases.went_back |= known != sorted(known)
         settle(state, partition)
 
 
@@ -411,9 +414,11 @@ def undrew(state: PlaneState, partition: Partition, task: str, some: Iterable[Gr
 
 
 def reset(state: PlaneState, partition: Partition, task: str) -> None:
-    """The task begins anew with what is here."""
+    """The task begins anew with what is here. Batches that it has not acknowledged keep theirs."""
     if partition.groups is not None:
-        undrew(state, partition, task, partition.groups.live.values())
+        consumer, live = partition.consumers.get(task), partition.groups.live.values()
+        kept = set(partition.groups.of(p.NO_INDEXES if consumer is None else consumer.ledger.open_indexes()))
+        undrew(state, partition, task, [group for group in live if group not in kept])
 
 
 def drop_stale(state: PlaneState, partition: Partition, task: str, step: int, among: ReadyGroups | None = None) -> None:
@@ -433,6 +438,16 @@ def drop_stale(state: PlaneState, partition: Partition, task: str, step: int, am
             _skip(partition, group, task)
         elif among is None or group in among:
             leave(state, partition, group, STALE, f"version {group.version} is too old for step {step}")
+
+
+def left_over(state: PlaneState, partition: Partition, task: str, some: Iterable[Group]) -> None:
+    """These groups are too few for a last step of this task, and no more will come: they hold no slots any more."""
+    for group in some:
+        if set(group.terms.tasks) > {task}:
+            _skip(partition, group, task)
+        elif group.terms.tasks:
+            leave(state, partition, group, EXPIRED, f"left over: too few groups for a last step of task {task!r}")
+    settle(state, partition)
 
 
 def _skip(partition: Partition, group: Group, task: str) -> None:

@@ -99,6 +99,10 @@ class Groups:
         """Whether members may still come."""
         return not self.numbers().keys().isdisjoint(UNDER_WORK)
 
+    def tasks(self) -> set[str]:
+        """Those that are named to train its groups."""
+        return {task for terms in self.fresh for task in terms.tasks}
+
     def numbers(self) -> dict[str, int]:
         """How many groups are in each state; of those that have left, all that ever did."""
         return dict(self.counts + Counter({WAITING: sum(fresh.count for fresh in self.fresh.values())}))

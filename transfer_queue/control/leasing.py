@@ -210,8 +210,9 @@ def _too_late(state: PlaneState, request: p.LeaseGroups, waited_s: float) -> str
 
 def end_lease(state: PlaneState, call: Call, request: p.EndLease) -> p.Reply:
     """Close parts whose rows are there, release them for another attempt, or reject the group."""
-    partition, members = state.get(request.partition), request.members
-    own = group_work.check_members(state, call, partition, members, 0)
+    members = request.members
+    own = group_work.check_members(state, call, request.partition, members, 0)
+    partition = state.partitions[request.partition]
     if request.how == "close":
         closing = p.Members(members.lease, members.head, members.parts, True)
         group_work.joined(state, call, partition, closing, np.empty(0, dtype=np.int64))

@@ -118,7 +118,8 @@ def clear_consumed(state: PlaneState, call: Call, request: p.ClearConsumed) -> p
 
 def _clear_done(state: PlaneState, partition: Partition, being_read: list[BeingRead]) -> tuple[p.Indexes, bool]:
     """Clear some of what all tasks are done with. Returns what may lose its values, and whether there is more."""
-    done = partition.done_with(partition.clears or (), PAGE + 1, [batch.indexes for _, batch in being_read])
+    wanted = set(partition.clears or ()) | (set() if partition.groups is None else partition.groups.tasks())
+    done = partition.done_with(wanted, PAGE + 1, [batch.indexes for _, batch in being_read])
     gone = partition.clear(done[:PAGE])
     if len(gone):
         state.freed(partition)

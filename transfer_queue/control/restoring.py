@@ -136,7 +136,7 @@ class Restored:
             raise CheckpointError(f"the saved state's next index is out of range: {saved.next_index}.")
         self.allocator.next_index = first
         # A number that is in no token: acks of batches that were drawn since the state was saved must not match here.
-        self.incarnations = max(state.incarnations, saved.incarnations) + 1
+        self.incarnations = max(state.incarnations, saved.incarnations) + 1 + state.config.server
         self.tasks = _restore_tasks(saved, state, self._shift)
         self.versions, self.next_lease = saved.versions, saved.next_lease
         with _contradictions():

@@ -398,6 +398,8 @@ class ServedFetch:
         Samples that have all fields and don't match the filter count as not coming, although their tags may change.
         """
         if self._groups is not None:
+            if self._fetch.finite and not self._groups.may_grow and self.partition.is_exhausted(self.consumer, 0):
+                return self._over(draw.batch_index)
             return self._tail(draw, 0) if self._has_last_groups(draw) else None
         ready, unmatched = draw.ready.count, self._num_unmatched(draw.ready)
         if self._fetch.finite and self.partition.is_exhausted(self.consumer, unmatched):
@@ -419,13 +421,22 @@ class ServedFetch:
             self.consumer.end(self._fetch.where, "sealed", left)
         if shares:
             return self._hand_out(draw, shares)
+        if self.partition.sealed and isinstance(draw.ready.follower, ReadyGroups):
+            group_work.left_over(self._state, self.partition, self._fetch.task, list(draw.ready.follower))
         return Ended(self._fetch.id, "sealed", left) if self.partition.sealed else self._over(draw.batch_index, left)
 
     def _has_last_groups(self, draw: Draw) -> bool:
         """Whether no more groups will be, and all that are left are ready."""
         queue = draw.ready.follower
         assert isinstance(queue, ReadyGroups)
-        return self.partition.is_final and all(group in queue for group in queue.unfinished())
+        return self.partition.is_final and all(
+            group in queue or self._is_unmatched(group.all_members()) for group in queue.unfinished()
+        )
+
+    def _is_unmatched(self, members: list[int]) -> bool:
+        """Whether these rows of a group have all fields, so that only the filter keeps it from being drawn."""
+        rows = self.partition.rows_of(np.array(members, dtype=np.int64))
+        return self._fetch.where is not None and all_of(self.partition.schema.complete(rows, self._fetch.fields))
 
     def _is_complete(self, now: float) -> bool:
         partition = self.partition

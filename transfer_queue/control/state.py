@@ -40,6 +40,7 @@ class PlaneConfig:
     ``capacity``: most samples stored at once, None unlimited. ``preallocate``: the fewest samples a new partition makes
     room for.
     ``producer_grace_s``: how long a dead producer may be replaced before fetches of its fields fail.
+    ``server``: a number below 2**24 of this process: two that restore the same file must not give out the same tokens.
     """
 
     sampler: BaseSampler = field(default_factory=SequentialSampler)
@@ -47,6 +48,7 @@ class PlaneConfig:
     capacity: int | None = None
     preallocate: int = 1
     producer_grace_s: float = 5.0
+    server: int = 0
 
 
 def plane_config(config: FullConfig, sampler: Any, preallocate: int) -> PlaneConfig:

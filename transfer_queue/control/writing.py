@@ -166,7 +166,7 @@ def takes_now(state: PlaneState, call: Call, request: p.Reserve) -> bool:
     if partition is None or not partition.takes_whole_puts:
         return False
     if request.role is not None:
-        group_work.check_members(state, call, partition, request.role, request.count)
+        group_work.check_members(state, call, request.partition, request.role, request.count)
     return check(state, request) <= state.room() and not (state.waits.count and state.waits.has(WRITERS))
 
 
@@ -240,9 +240,9 @@ def _admit(state: PlaneState, call: Call, request: Writer, count: int) -> p.Repl
     if isinstance(request, p.ResolveKeys):
         return p.Done(request.id) if _must_wait(state, request) else _bind_keys(state, call, request)
     members = request.role if isinstance(request, p.Reserve) else None
-    partition = state.get_or_create(request.partition)
     if members is not None:
-        group_work.check_members(state, call, partition, members, request.count)
+        group_work.check_members(state, call, request.partition, members, request.count)
+    partition = state.get_or_create(request.partition)
     rows = partition.reserve(request.count, for_group=members is not None)
     indexes = partition.table.column("index")[rows]
     if isinstance(request, p.Reserve):
@@ -448,7 +448,7 @@ def _published(state: PlaneState, call: Call, request: p.Publish, partition: Par
         group_work.settle(state, partition)
         return rows
     if role is not None:
-        group_work.check_members(state, call, partition, role, len(indexes))
+        group_work.check_members(state, call, request.partition, role, len(indexes))
         group_work.groups_of(partition).mark(role, partition.rows_of(indexes), request.fields)
     rows = partition.publish(indexes, request.fields, request.tags, now)
     _appeared(state, call, partition, role, indexes)

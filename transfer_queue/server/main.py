@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import resource
+import secrets
 import shutil
 import signal
 import sys
@@ -155,7 +156,10 @@ def _make_front(
     from transfer_queue.server.watchdog import Watchdog
 
     unit = None if orders.unit is None else _unit(server, orders.unit, orders)
-    plane = ControlPlane(plane_config(orders.config, sampler, preallocated_samples())) if orders.controller else None
+    plane = None
+    if orders.controller:
+        settings = plane_config(orders.config, sampler, preallocated_samples())
+        plane = ControlPlane(replace(settings, server=secrets.randbelow(2**24)))
 
     def janitor() -> Janitor:
         return Janitor(_storage_client("controller", orders, orders.backend_path))
