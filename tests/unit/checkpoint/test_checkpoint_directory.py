@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import pytest
 
 from transfer_queue.checkpoint.directory import Staging, find
 from transfer_queue.checkpoint.files import CONTROLLER, METADATA
+from transfer_queue.checkpoint.saved_state import SavedState
 from transfer_queue.errors import CheckpointError, CheckpointNotFoundError
 
 
@@ -142,6 +144,30 @@ def test_two_saves_to_one_place_are_told_apart(tmp_path):
             pass
         first.commit()
     assert what_is_at(tmp_path / "c") == "first"
+
+
+def test_a_directory_that_another_save_removed_before_it_was_locked_is_not_used(tmp_path, monkeypatch):
+    lock = fcntl.flock
+
+    def late(descriptor, how):
+        shutil.rmtree(tmp_path / "c.tmp")
+        (tmp_path / "c.tmp").mkdir()  # the other save's own
+        lock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(CheckpointError, match="another process is saving"), Staging(tmp_path / "c"):
+        pass
+    assert os.listdir(tmp_path) == ["c.tmp"]
+
+
+def test_a_state_that_was_replaced_since_it_was_checked_is_not_read(tmp_path):
+    state, other = tmp_path / "state", tmp_path / "other"
+    state.write_bytes(b"earlier")
+    saved = SavedState(state)
+    other.write_bytes(b"new")
+    other.replace(state)
+    with pytest.raises(CheckpointError, match="another checkpoint was saved to"):
+        next(saved.slices())
 
 
 def test_a_link_to_a_checkpoint_stays_a_link(tmp_path):

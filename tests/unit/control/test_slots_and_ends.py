@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When groups give their slots back and streams of groups end: tails, other partitions, resets, filters, restores."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.local_plane import tags_of
+from tests.unit.control.control_kit import load, refused, save
+from tests.unit.control.groups_kit import PART, TRAINER, Queue
+from transfer_queue import GroupSampler
+from transfer_queue import protocol as p
+
+
+def sealed(queue: Queue, partition: str = PART) -> None:
+    queue.done(queue.ask(TRAINER, p.SealPartition, partition))
+
+
+def a_queue(sampler: GroupSampler, count: int, *tasks: str, **more: object) -> Queue:
+    """Groups that are closed, and no more will come."""
+    queue = Queue()
+    for task in tasks or ("actor",):
+        queue.register(task, sampler, **more)
+    queue.add(count, tasks or ("actor",))
+    queue.work(count)
+    sealed(queue)
+    return queue
+
+
+def test_groups_that_a_tail_drops_leave_and_their_slots_are_free():
+    queue = a_queue(GroupSampler(groups=4, ahead=0, oversample=2.0), 6, dp_size=2)
+    first = [queue.draw("actor", rank=rank, batch=0) for rank in (0, 1)]
+    ends = [queue.fetch("actor", rank=rank, batch=1) for rank in (0, 1)]
+    assert [end.reason for end in ends] == ["sealed", "sealed"]
+    left = queue.states().keys() - {head for heads in first for head in heads}
+    assert {queue.states()[head] for head in left} == {"expired"}
+    assert len(left) == 2
+    assert queue.charged("actor") == 0, "what was drawn is trained, and what was left over has left"
+    assert queue.tags(min(left))["group.reason"] == ["left over: too few groups for a last step of task 'actor'"]
+
+
+def test_what_one_task_can_draw_no_more_is_there_for_the_other():
+    queue = a_queue(GroupSampler(groups=2, ahead=1), 3, "actor", "critic", tail="drop")
+    queue.draw("actor")
+    assert isinstance(queue.fetch("actor"), p.Ended)
+    queue.register("critic", GroupSampler(groups=1, ahead=3))
+    assert len([heads for _ in range(4) if (heads := queue.draw("critic"))]) == 3
+    assert queue.charged("actor") == queue.charged("critic") == 0
+
+
+def test_a_reader_that_asks_in_another_partition_has_trained_what_it_had():
+    queue = Queue()
+    queue.register("actor", GroupSampler(groups=1, ahead=0))
+    for name in ("one", "two"):
+        queue.add(1, ["actor"], partition=name)
+    queue.work(partition=["one", "two"])
+    assert queue.draw("actor", partition="one")
+    assert queue.lease(wait_s=9.0, partition=["one", "two"]) is None, "the only slot is taken"
+    assert queue.fetch("actor", partition="two", wait_s=9.0) is None
+    assert any(isinstance(to.reply, p.LeasedGroups) for to in queue.inbox)
+
+
+def test_a_refused_put_does_not_bring_its_partition_back():
+    queue = Queue()
+    queue.add(1)
+    (lease,) = queue.lease()
+    sealed(queue)
+    queue.done(queue.ask(TRAINER, p.ClearPartition, PART))
+    refused(queue.put(lease), "LeaseLostError", "nothing was written")
+    refused(queue.end(lease, "release", "late"), "LeaseLostError", "nothing was written")
+    assert PART not in queue.plane.state.partitions
+
+
+def test_what_a_named_task_has_yet_to_train_is_not_cleared_as_consumed():
+    queue = a_queue(GroupSampler(groups=1), 1)
+    queue.ask("reward", p.Fetch, PART, "reward", ["resp"], 1)
+    cleared = queue.ask(TRAINER, p.ClearConsumed, PART, ["reward"])
+    assert len(p.unpack_indexes(cleared.indexes)) == 0
+    assert len(queue.draw("actor")) == 1
+
+
+def test_open_batches_keep_their_groups_when_consumption_is_reset():
+    queue = a_queue(GroupSampler(groups=1, ahead=1), 2, dp_size=1)
+    before = [queue.draw("actor", rank=0, batch=number) for number in (0, 1)]
+    queue.done(queue.ask(TRAINER, p.ResetConsumption, PART, "actor"))
+    assert [queue.draw("actor", rank=0, batch=number) for number in (0, 1)] == before
+    assert queue.fetch("actor", rank=0, batch=2).reason == "sealed"
+
+
+def test_groups_that_do_not_match_a_filter_do_not_keep_its_stream_open():
+    queue = Queue()
+    queue.register("actor", GroupSampler(groups=1, ahead=1))
+    queue.add(2, ["actor"])
+    for lease, env in zip(queue.lease(count=2), ("math", "code"), strict=True):
+        queue.put(lease, 1, [{"env": env}])
+    sealed(queue)
+    batch = queue.fetch("actor", where="env == 'code'")
+    assert next(iter(tags_of(batch).values()))["env"] == "code"
+    assert isinstance(queue.fetch("actor", where="env == 'code'"), p.Ended)
+    assert queue.draw("actor", where="env == 'math'"), "another filter still draws the other one"
+
+
+def test_a_finite_read_ends_when_all_groups_were_given():
+    queue = Queue()
+    queue.register("actor", GroupSampler(groups=1, ahead=1), dp_size=1)
+    queue.add(1, ["actor"])
+    read = {"rank": 0, "finite": True, "pass_start": 0}
+    assert isinstance(queue.fetch("actor", batch=0, **read), p.NotReady), "more may come: it is still worked on"
+    queue.work()
+    assert queue.draw("actor", batch=0, **read)
+    assert isinstance(queue.fetch("actor", batch=1, **read), p.Ended)
+
+
+# ---- restores ----
+
+
+def test_a_closed_group_that_lacks_its_gates_tags_expires_after_a_restore_too():
+    queue = Queue()
+    queue.register("actor", GroupSampler(groups=1, gate="std(r) > 0"))
+    (head,) = queue.add(1, ["actor"], deadline_s=5.0)
+    queue.work()
+    load(queue.plane, save(queue.plane))
+    queue.pass_time(6.0)
+    (state,) = queue.states().values()
+    assert state == "expired", head
+
+
+def test_after_a_restore_a_version_that_went_back_hides_nothing_that_is_too_old():
+    queue = Queue()
+    queue.register("actor", GroupSampler(groups=1, ahead=5, max_staleness=4, stale="drop"))
+    queue.add(2, ["actor"])
+    queue.advance(5)
+    (newer,) = queue.lease()
+    queue.advance(2, resumed=True)
+    (older,) = queue.lease()
+    queue.put(newer), queue.put(older)
+    state = save(queue.plane)
+    other = Queue()
+    other.register("actor", GroupSampler(groups=1, ahead=5, max_staleness=4, stale="drop"))
+    load(other.plane, state)
+    other.advance(8)
+    assert sorted(other.states().values()) == ["closed", "stale"]
+
+
+@pytest.mark.parametrize("server", [1, 2**24 - 1])
+def test_two_servers_that_restore_the_same_state_give_out_different_tokens(server):
+    queue = Queue()
+    queue.register("actor", GroupSampler(groups=1, ahead=9))
+    queue.add(4, ["actor"])
+    state = save(queue.plane)
+    tokens, acks = set(), set()
+    for number in (0, server):
+        other = Queue(server=number)
+        other.register("actor", GroupSampler(groups=1, ahead=9), dp_size=1)
+        load(other.plane, state)
+        tokens |= {lease.token for lease in other.lease(count=2)}
+        other.work()
+        acks.add(other.fetch("actor", rank=0, batch=0).token)
+    assert len(tokens) == 4
+    assert len(acks) == 2
