@@ -58,9 +58,11 @@ def feed_groups(
     """
     check_int("epochs", epochs, 1)
     check_int("waiting", waiting, 1)
-    if "{" in partition.replace("{epoch}", "") or (epochs > 1 and "{epoch}" not in partition):
+    if "{" in partition.replace("{epoch}", ""):
+        raise InvalidRequestError(f"the only part of a partition's template is '{{epoch}}', got {partition!r}.")
+    if epochs > 1 and "{epoch}" not in partition:
         raise InvalidRequestError(
-            f"give a partition, or for several epochs a template such as 'train@{{epoch}}', got {partition!r}."
+            f"{epochs} epochs need partitions of their own, such as 'train@{{epoch}}', got {partition!r}."
         )
     if epochs > 1 and isinstance(rows, Iterator):
         raise InvalidRequestError(

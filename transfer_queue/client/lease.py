@@ -202,13 +202,14 @@ class Lease(AbstractContextManager["Lease"], AbstractAsyncContextManager["Lease"
             self.parts = [each for each in self.parts if each not in closed]
             if not self.parts:
                 self._client.renewals.remove(self)
+                self.aborted = False  # a renewal may have heard first that it is over
         elif self.aborted:  # it was late, and nobody else had the work: the lease goes on
             self.aborted = False
             self._client.renewals.add([self])
         return reply
 
     def _is_lost(self) -> None:
-        self.aborted = True
+        self.aborted = bool(self.parts)
         self._client.renewals.remove(self)
 
     # ---- as a context manager ----
