@@ -133,6 +133,21 @@ def test_what_came_before_the_end_is_handled_though_answers_find_nobody(tmp_path
         assert served.said == [b"last"]
 
 
+def test_a_connection_that_closes_beside_others_is_reported_and_its_client_stays(tmp_path):
+    served = Desk()
+    with served_by_thread(tmp_path, served) as (peer, server):
+        caller = make_caller("me")
+        echo(caller, peer)
+        with socket.socket(socket.AF_UNIX) as raw:
+            raw.connect(peer.address.removeprefix("ipc://"))
+            raw.sendall(framed(0, b"me"))
+            until(lambda: server.clients() == {"me": 2})
+        until(lambda: served.closed == ["me"])
+        assert (server.clients(), served.gone) == ({"me": 1}, [])
+        caller.close()
+        until(lambda: served.gone == ["me"])
+
+
 def test_a_connection_that_never_said_its_name_is_no_client(tmp_path):
     served = Desk()
     with served_by_thread(tmp_path, served) as (peer, server):

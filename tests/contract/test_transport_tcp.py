@@ -289,6 +289,7 @@ from transfer_queue.transport.server import SocketServer
 class Echo:
     def handle(self, envelope, header, frames, now): return [Outgoing(envelope, header)]
     def next_deadline(self): return None
+    def connection_gone(self, client, route, now): return []
     def client_gone(self, client, now): return []
 server = SocketServer("ipc://{tmp_path}/server")
 thread = threading.Thread(target=server.serve, args=(Echo(),))

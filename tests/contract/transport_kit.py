@@ -38,12 +38,14 @@ def until(wanted: Callable[[], bool], found: Callable[[], object] = str) -> None
 class Desk:
     """ "echo" comes back at once; "park" and "late" wait, for a "free" and for 50 ms; "never" gets no answer.
 
-    ``said`` is what came that nobody waits for, ``gone`` the clients that have left.
+    ``said`` is what came that nobody waits for, ``gone`` the clients that have left, and
+    ``closed`` those of which one connection among others has closed.
     """
 
     def __init__(self) -> None:
         self.said: list[bytes] = []
         self.gone: list[str] = []
+        self.closed: list[str] = []
         self.parked: list[Any] = []
         self.late: list[Any] = []
         self.deadline: float | None = None
@@ -72,6 +74,10 @@ class Desk:
 
     def next_deadline(self) -> float | None:
         return self.deadline
+
+    def connection_gone(self, client: str, route: Any, now: float) -> list[Outgoing]:
+        self.closed.append(client)
+        return []
 
     def client_gone(self, client: str, now: float) -> list[Outgoing]:
         self.gone.append(client)

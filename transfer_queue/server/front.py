@@ -23,7 +23,7 @@ from transfer_queue.server.meter import Meter
 from transfer_queue.storage.messages import AskUnitStats, Columns, Read, Rows, UnitRequest, Write, decode_columns
 from transfer_queue.storage.unit.session_memory import MemoryLease, StoredRows
 from transfer_queue.storage.unit.unit import StorageUnit
-from transfer_queue.transport.base import Envelope, Outgoing
+from transfer_queue.transport.base import Envelope, Outgoing, Route
 from transfer_queue.transport.loop import guarded
 from transfer_queue.utils.logging_utils import get_logger
 
@@ -124,6 +124,15 @@ class Front:
         deadline = self.calls.next_deadline()
         trim = None if self.unit is None else self.unit.next_trim()
         return deadline if trim is None else trim if deadline is None else min(deadline, trim)
+
+    def connection_gone(self, client: str, route: Route, now: float) -> Iterable[Outgoing]:
+        """The calls that wait for an answer there are cancelled: nobody would get it."""
+        self.calls.now = now
+        self.calls.turn.begin()
+        for call in self.calls.of(client):
+            if call.is_under_way and call.envelope is not None and call.envelope.route is route:
+                self.calls.cancel(client, call.number)
+        return self._outgoing(self.calls.work())
 
     def client_gone(self, client: str, now: float) -> Iterable[Outgoing]:
         """The client's last connection has closed: its session has ended."""

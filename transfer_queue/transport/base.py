@@ -84,6 +84,9 @@ class Handler(Protocol):
     def next_deadline(self) -> float | None:
         """When ``expire`` must be called next, in monotonic seconds."""
 
+    def connection_gone(self, client: str, route: Route, now: float) -> Iterable[Outgoing]:
+        """One of the connections of this client has closed, and others are open."""
+
     def client_gone(self, client: str, now: float) -> Iterable[Outgoing]:
         """The last connection of this client has closed, and everything that it sent has been handled."""
 

@@ -181,9 +181,11 @@ class SocketServer:
         """Such a connection has closed. With its last one the client is gone."""
         routes = self._routes[client]
         routes.discard(route)
-        if not routes:
-            del self._routes[client]
-            guarded(self._send, self._handler.client_gone, client)
+        if routes:
+            guarded(self._send, self._handler.connection_gone, client, route)
+            return
+        del self._routes[client]
+        guarded(self._send, self._handler.client_gone, client)
 
     # ---- the end ----
 

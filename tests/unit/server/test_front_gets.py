@@ -79,6 +79,15 @@ def test_a_fetch_that_is_cancelled_while_it_waits_takes_nothing(me, other, front
     assert batch_of(other.send(other.fetch(1))[0]) == {0: 7}
 
 
+def test_a_fetch_that_waits_on_a_connection_that_has_closed_takes_nothing(me, other, front):
+    me.send(me.fetch(1, wait_s=9.0))
+    assert got(front.connection_gone("me", "another", 0.0)) == []
+    assert [call.is_under_way for call in front.calls.of("me")] == [True], "it waits on the other one"
+    assert got(front.connection_gone("me", "route", 0.0)) == []
+    assert other.put([7])[0].client == "other"
+    assert batch_of(other.send(other.fetch(1))[0]) == {0: 7}
+
+
 def test_a_fetch_that_is_cancelled_after_its_answer_gives_the_batch_back_to_the_one_that_waits(me, other):
     me.stored([7])
     other.send(other.fetch(1))
