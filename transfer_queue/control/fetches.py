@@ -43,9 +43,7 @@ def _hear_of_trained(state: PlaneState, call: Call, request: p.Fetch, dp_size: i
             before = here.consumer(task).ledger.next_index(rank)
         group_work.heard_of_trained(state, here, task, reader, before)
     if request.trained is None:
-        for name, own in list(state.leases.trainers[task].batches):
-            if own == reader and name != request.partition:
-                group_work.heard_of_trained(state, state.partitions[name], task, reader, None)
+        group_work.has_trained_all(state, task, reader, besides=request.partition)
 
 
 class _Reader:

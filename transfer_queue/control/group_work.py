@@ -94,9 +94,9 @@ class NewRows(Holding):
     def undo(self) -> bool:
         """Delete them, unless a task was given one, work on a head has begun, or the lease is over or has closed it."""
         partition, role = self._state.find(self._partition, self._serial), self._role
-        if partition is None or not groups_of(partition).may_undo(role, self._indexes):
+        if partition is None or partition.has_given(self._indexes):
             return False
-        if partition.has_given(self._indexes):
+        if not groups_of(partition).may_undo(role, self._indexes):
             return False
         partition.num_heads -= len(self._indexes) if isinstance(role, p.Terms) else 0
         clear(self._state, partition, self._indexes.tolist())
@@ -221,10 +221,8 @@ class GroupReader(Holding):
         self._state, self._client = state, client
 
     def end(self, died: bool) -> bool:
-        for task, trainer in list(self._state.leases.trainers.items()):
-            for name, reader in list(trainer.batches):
-                if reader == self._client:
-                    heard_of_trained(self._state, self._state.partitions[name], task, reader, None)
+        for task in list(self._state.leases.trainers):
+            has_trained_all(self._state, task, self._client)
         return False
 
 
@@ -461,6 +459,13 @@ def heard_of_trained(state: PlaneState, partition: Partition, task: str, reader:
     trainer = state.leases.trainers.get(task)
     batches = [] if trainer is None else trainer.batches.get((partition.name, reader), [])
     trained(state, partition, task, [batch for batch in batches if before is None or batch.number < before])
+
+
+def has_trained_all(state: PlaneState, task: str, reader: Hashable, besides: str | None = None) -> None:
+    """A reader has trained all that it was given, but for what it has of the partition ``besides``."""
+    for name, own in list(state.leases.trainers[task].batches):
+        if own == reader and name != besides:
+            heard_of_trained(state, state.partitions[name], task, reader, None)
 
 
 def trained(state: PlaneState, partition: Partition, task: str, batches: Sequence[Drawn]) -> None:

@@ -15,6 +15,7 @@ from transfer_queue.control import following, group_work
 from transfer_queue.control.consumer import UNLEDGERED, Consumer, StreamEnd
 from transfer_queue.control.draw import Draw, Share, Task, foreign
 from transfer_queue.control.filtered import FilteredSet
+from transfer_queue.control.group_record import Group
 from transfer_queue.control.ledger import BatchKey, Entry
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet
@@ -430,13 +431,15 @@ class ServedFetch:
         queue = draw.ready.follower
         assert isinstance(queue, ReadyGroups)
         return self.partition.is_final and all(
-            group in queue or self._is_unmatched(group.all_members()) for group in queue.unfinished()
+            group in queue or self._is_unmatched(group) for group in queue.unfinished()
         )
 
-    def _is_unmatched(self, members: list[int]) -> bool:
-        """Whether these rows of a group have all fields, so that only the filter keeps it from being drawn."""
-        rows = self.partition.rows_of(np.array(members, dtype=np.int64))
-        return self._fetch.where is not None and all_of(self.partition.schema.complete(rows, self._fetch.fields))
+    def _is_unmatched(self, group: Group) -> bool:
+        """Whether only the filter keeps it from being drawn: no gate is against it, and its rows have all fields."""
+        if self._fetch.where is None or not group.passed:
+            return False
+        rows = self.partition.rows_of(np.array(group.all_members(), dtype=np.int64))
+        return all_of(self.partition.schema.complete(rows, self._fetch.fields))
 
     def _is_complete(self, now: float) -> bool:
         partition = self.partition

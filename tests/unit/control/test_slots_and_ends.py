@@ -100,6 +100,18 @@ def test_groups_that_do_not_match_a_filter_do_not_keep_its_stream_open():
     assert queue.draw("actor", where="env == 'math'"), "another filter still draws the other one"
 
 
+def test_a_group_that_lacks_its_gates_tags_keeps_a_filtered_stream_open():
+    queue = Queue()
+    queue.register("actor", GroupSampler(groups=1, gate="max(q) > 0"))
+    queue.add(1, ["actor"])
+    (lease,) = queue.lease()
+    (row,) = queue.put(lease, 1, [{"env": "math"}])
+    sealed(queue)
+    assert isinstance(queue.fetch("actor", where="env == 'math'"), p.NotReady)
+    queue.done(queue.ask(TRAINER, p.SetTags, {PART: {row: {"q": 1}}}, True))
+    assert queue.draw("actor", where="env == 'math'")
+
+
 def test_a_finite_read_ends_when_all_groups_were_given():
     queue = Queue()
     queue.register("actor", GroupSampler(groups=1, ahead=1), dp_size=1)
