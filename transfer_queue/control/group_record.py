@@ -81,7 +81,7 @@ class Drawn:
     groups: dict[int, Group]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Group:
     """A group that work has begun on. ``seq``: the token of its first lease, which is its place in their order.
 

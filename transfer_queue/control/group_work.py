@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
+from weakref import ReferenceType, ref
 
 import numpy as np
 
@@ -232,10 +233,11 @@ def reads(state: PlaneState, call: Call) -> None:
         state.calls.hold(call, GroupReader(state, call.client))
 
 
-def deadline(state: PlaneState, partition: Partition, group: Group) -> None:
+def deadline(state: PlaneState, name: str, watched: ReferenceType[Group]) -> None:
     """The patience with this group is over: it is closed with the parts that it has, or expires."""
-    groups = groups_of(partition)
-    if state.partitions.get(partition.name) is not partition or groups.live.get(group.index) is not group:
+    partition, group = state.partitions.get(name), watched()
+    groups = None if partition is None else partition.groups
+    if partition is None or groups is None or group is None or groups.live.get(group.index) is not group:
         return
     patience = f"in {group.terms.deadline_s:.4g} s"
     if group.is_under_work and len(group.closed) >= (group.terms.min_parts or group.terms.parts):
@@ -255,7 +257,9 @@ def deadline(state: PlaneState, partition: Partition, group: Group) -> None:
 def watch_deadline(state: PlaneState, partition: Partition, group: Group) -> None:
     """The patience with this group begins now, if it has an end."""
     if group.terms.deadline_s is not None:
-        state.calls.at(state.calls.now + group.terms.deadline_s, partial(deadline, state, partition, group))
+        # Weakly: what has left, and partitions that were cleared, would stay in memory until then.
+        over = partial(deadline, state, partition.name, ref(group))
+        state.calls.at(state.calls.now + group.terms.deadline_s, over)
 
 
 def restored(state: PlaneState, versions: Mapping[str, int], next_token: int) -> None:

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 
 from tests.local_plane import tags_of
@@ -170,3 +173,18 @@ def test_two_servers_that_restore_the_same_state_give_out_different_tokens(serve
         acks.add(other.fetch("actor", rank=0, batch=0).token)
     assert len(tokens) == 4
     assert len(acks) == 2
+
+
+def test_what_has_left_takes_no_memory_until_its_deadline():
+    queue = Queue()
+    queue.register("actor", GroupSampler(groups=1, ahead=9))
+    queue.add(2, ["actor"], deadline_s=3600.0)
+    queue.lease(count=2)
+    partition = queue.plane.state.partitions[PART]
+    kept = [weakref.ref(partition), *map(weakref.ref, partition.groups.live.values())]
+    assert len(kept) == 3
+    del partition
+    queue.done(queue.ask(TRAINER, p.ClearPartition, PART))
+    gc.collect()
+    assert [each() for each in kept] == [None] * 3
+    queue.pass_time(4000.0)
