@@ -264,7 +264,7 @@ def watch_deadline(state: PlaneState, partition: Partition, group: Group) -> Non
 
 def restored(state: PlaneState, versions: Mapping[str, int], next_token: int) -> None:
     """The plane has other partitions: what their groups hold slots for, and what was drawn of them, is known again."""
-    state.leases.restored(versions, next_token, state.config.server)
+    state.leases.restored(versions, next_token + state.config.gap)
     for partition in [each for each in state.partitions.values() if each.groups is not None]:
         groups = groups_of(partition)
         groups.rebuild()

@@ -23,10 +23,6 @@ LEASES = "leases"
 RENEWALS = "renewals"
 """A wait queue for each session: it is to hear of leases that are lost."""
 _MOST_SEEN = 32
-_TOKENS_SINCE_A_SAVE = 2**32
-"""More than a queue grants after it was saved."""
-_TOKENS_OF_A_SERVER = 2**16
-"""Servers that restore the same file give out tokens this far apart, or further."""
 _MOST_ENDED = 1024
 STARVED_AFTER: Final = 10
 """A task's fetches fail after so many steps of groups were rejected in a row."""
@@ -163,13 +159,13 @@ class Leases:
 
     # ---- leases ----
 
-    def restored(self, versions: Mapping[str, int], next_token: int, server: int) -> None:
-        """Other groups are there now. Leases of those before are lost, and their tokens are never used again."""
+    def restored(self, versions: Mapping[str, int], next_token: int) -> None:
+        """Other groups are there now. Leases of those before are lost, and their tokens are below ``next_token``."""
         for lease in self.all_held():
             self.abort(lease)
         self.trainers.clear()
         self.versions = dict(versions)
-        self.next_token = max(self.next_token, next_token + _TOKENS_SINCE_A_SAVE + server * _TOKENS_OF_A_SERVER)
+        self.next_token = max(self.next_token, next_token)
 
     def all_held(self) -> list[HeldLease]:
         return [lease for worker in self.workers.values() for lease in worker.leases.values()]

@@ -131,7 +131,7 @@ class Restored:
         """
         saved, state = self._head, self._state
         assert saved is not None, "a restore has one slice at least"
-        first = max(state.allocator.next_index, saved.next_index + self._shift + 2**32 + state.config.server * 2**16)
+        first = max(state.allocator.next_index, saved.next_index + self._shift)
         if not 0 <= first < MAX_INDEX:
             raise CheckpointError(f"the saved state's next index is out of range: {saved.next_index}.")
         self.allocator.next_index = first
@@ -141,6 +141,7 @@ class Restored:
         self.versions, self.next_lease = saved.versions, saved.next_lease
         with _contradictions():
             self._check()
+            self.allocator.next_index += state.config.gap
             for partition in self.partitions.values():
                 partition.make_free(partition.missing_free)  # their indexes must come after all others
                 partition.missing_free = 0

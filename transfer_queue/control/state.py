@@ -40,7 +40,7 @@ class PlaneConfig:
     ``capacity``: most samples stored at once, None unlimited. ``preallocate``: the fewest samples a new partition makes
     room for.
     ``producer_grace_s``: how long a dead producer may be replaced before fetches of its fields fail.
-    ``server``: a number below 2**24 of this process: two that restore the same file must not give out the same tokens.
+    ``server``: a number below 2**24 of this process, which sets it apart from others that restore the same file.
     """
 
     sampler: BaseSampler = field(default_factory=SequentialSampler)
@@ -49,6 +49,14 @@ class PlaneConfig:
     preallocate: int = 1
     producer_grace_s: float = 5.0
     server: int = 0
+
+    @property
+    def gap(self) -> int:
+        """How many indexes and tokens a restore leaves out, because others may have given them out since the save.
+
+        They are 2**32 for the queue that was saved, and 2**16 for each server that may have restored the same file.
+        """
+        return 2**32 + self.server * 2**16
 
 
 def plane_config(config: FullConfig, sampler: Any, preallocate: int) -> PlaneConfig:

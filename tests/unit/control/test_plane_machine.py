@@ -255,7 +255,8 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
 
     @rule(data=st.data(), partition=any_partitions)
     def clear_samples(self, data: st.DataObject, partition: str) -> None:
-        picked = self.pick(data, list(range(self.next_index + 2)), "indexes")
+        every = range(self.next_index + 2)  # a restore leaves 2**32 of them out
+        picked = self.pick(data, sorted({*every[:40], *every[-40:]}), "indexes")
         self.ask("anna", p.ClearSamples, partition, p.pack_indexes(picked + picked))
 
     @rule(partition=any_partitions, named=st.sets(tasks), dry_run=st.booleans())

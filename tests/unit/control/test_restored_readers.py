@@ -42,4 +42,4 @@ def test_where_a_pass_of_a_finite_stream_ended_is_as_it_was(plane, make_plane):
     load(restored, save(plane))
     put(restored, 1)
     assert isinstance(fetch(restored, 1, 0, 1, **one_pass), p.Ended)
-    assert batch(restored, 1, 0, 1, finite=True, dp_size=1, pass_start=1) == [1]
+    assert batch(restored, 1, 0, 1, finite=True, dp_size=1, pass_start=1) == [2**32 + 1]

@@ -45,10 +45,13 @@ from test_plane_machine import HEALTH, PlaneMachine
 from transfer_queue import BaseSampler, RankAwareSampler
 from transfer_queue import protocol as p
 
+GAP = 2**32
+"""A restore leaves out so many indexes."""
+
 
 def lasting(state: bytes) -> dict[str, Any]:
     """What is saved, but for how often something was made or restored."""
-    return msgspec.msgpack.decode(state) | {"incarnations": 0, "next_lease": 1}
+    return msgspec.msgpack.decode(state) | {"incarnations": 0, "next_index": 0, "next_lease": 1}
 
 
 class RestoredMachine(PlaneMachine):
@@ -137,12 +140,17 @@ def test_the_end_of_a_stream_and_its_tail_are_as_they_were(plane, make_plane):
     refused(ask(restored, ROLLOUT, p.Reserve, "p", 1), "InvalidRequestError", "sealed after 5 samples")
 
 
-def test_indexes_are_never_handed_out_again(plane, make_plane):
+def test_indexes_are_never_handed_out_again_also_not_by_another_server_that_restores_the_same(plane, make_plane):
     put(plane, 3)
-    reserve(plane, 4)
-    restored = make_plane()
-    load(restored, save(plane))
-    assert put(restored, 2) == [7, 8]
+    state = save(plane)
+    after = [put(plane, 4), put(plane, 5, partition="later")]
+    for server in (0, 7):
+        restored = make_plane(server=server)
+        load(restored, state)
+        after += [put(restored, 2), put(restored, 1, partition="q")]
+        refused(publish(restored, after[0], "x")[0].reply, "SampleClearedError")
+    everywhere = sum(after, [])
+    assert len(set(everywhere)) == len(everywhere)
 
 
 def test_preallocated_samples_that_a_writer_had_taken_are_there_again(make_plane):
@@ -152,8 +160,8 @@ def test_preallocated_samples_that_a_writer_had_taken_are_there_again(make_plane
     restored = make_plane(preallocate=6)
     load(restored, save(plane))
     status = ask(restored, ACTOR, p.ConsumptionStatus, "p", "train")
-    assert p.unpack_indexes(status.indexes).tolist() == [0, 1, 5, 6, 7, 8]
-    assert reserve(restored, 5) == [5, 6, 7, 8, 9]
+    assert p.unpack_indexes(status.indexes).tolist() == [0, 1, 5, *range(GAP + 6, GAP + 9)]
+    assert reserve(restored, 5) == [5, *range(GAP + 6, GAP + 10)]
 
 
 def test_samplers_remember_what_they_did(make_plane):
@@ -211,7 +219,7 @@ def test_samples_get_other_indexes_where_theirs_were_in_use(plane, make_plane):
     assert batch(other, 2, 0, 0) == [2, 3]
     assert ack(other, given.token) == 1
     refused(ask(other, ACTOR, p.Describe, "p", None, p.pack_indexes([0])), "SampleClearedError")
-    assert put(other, 1) == [5]
+    assert put(other, 1) == [GAP + 5]
 
 
 def test_a_sampler_that_remembers_indexes_keeps_the_checkpoint_out_of_a_used_queue(make_plane):

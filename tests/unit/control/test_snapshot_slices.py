@@ -49,7 +49,7 @@ def sections(parts: list[bytes]) -> list[dict[str, Any]]:
 
 
 def lasting(part: bytes) -> dict[str, Any]:
-    return msgspec.msgpack.decode(part) | {"incarnations": 0, "next_lease": 1}
+    return msgspec.msgpack.decode(part) | {"incarnations": 0, "next_index": 0, "next_lease": 1}
 
 
 class Clients:
