@@ -17,9 +17,9 @@ from transfer_queue.calls import Calls
 from transfer_queue.control import group_loading
 from transfer_queue.control.draw import Task, Tasks, foreign
 from transfer_queue.control.partition import Partition
-from transfer_queue.control.rows import MAX_INDEX, IndexAllocator, RowState
+from transfer_queue.control.rows import MAX_INDEX, IndexAllocator, RowState, one_of
 from transfer_queue.control.saved import SavedPartition, SavedQueue, SavedSampler, SavedTask
-from transfer_queue.control.snapshot import SAVED, FrozenPartition, kind_of, planned, slice_of
+from transfer_queue.control.snapshot import FrozenPartition, kind_of, planned, slice_of
 from transfer_queue.control.state import PlaneConfig, PlaneState
 from transfer_queue.errors import CheckpointError, StorageFullError
 from transfer_queue.protocol import Indexes, unpack_indexes
@@ -27,6 +27,7 @@ from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.sampler.registry import resolve
 
 _PUT_COLUMNS = ("put_offset", "put_size", "put_number")
+_LOADED = one_of(RowState.LIVE, RowState.FREE, RowState.HEAD)
 
 
 def recut(whole: SavedQueue) -> Iterator[SavedQueue]:
@@ -64,7 +65,7 @@ class Restored:
         last = table.column("index").item(start - 1) if start else -1
         if (np.diff(index, prepend=last) < 1).any():
             raise ValueError(f"samples of partition {saved.name!r} are there twice, or in no order")
-        if not SAVED[state].all():
+        if not _LOADED[state].all():
             raise ValueError(f"a row of partition {saved.name!r} has an unknown state")
         for each in saved.consumers:
             partition.consumer(each.task)

@@ -104,10 +104,10 @@ class SavedField(msgspec.Struct):
 
 
 class SavedPartition(msgspec.Struct):
-    """Rows are samples and pre-allocated ones (``state`` uint8), without the rows that writers had reserved.
+    """Rows are samples and heads of groups (``state`` uint8). ``missing_free`` counts the pre-allocated ones.
 
-    ``missing_free`` counts the reserved rows that were pre-allocated. ``groups``: columns of heads and members;
-    ``terms`` of the groups, numbered from 1 in those columns.
+    In older files pre-allocated rows that no writer had reserved are rows, too. ``groups``: columns of heads and
+    members; ``terms`` of the groups, numbered from 1 in those columns.
     """
 
     name: str

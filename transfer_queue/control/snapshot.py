@@ -32,8 +32,8 @@ BATCHES = 1000
 """Batches of each ledger in one slice: they take longer."""
 _PARTITION = 100
 """A partition costs as much as so many rows."""
-SAVED = one_of(RowState.LIVE, RowState.FREE, RowState.HEAD)
-"""Rows that a saved state has: not those that writers had reserved."""
+_PREALLOCATED = one_of(RowState.FREE, RowState.RESERVED_FREE)
+"""They are only counted: a restore makes others, because writers may have got their indexes since the save."""
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -147,7 +147,7 @@ class FrozenPartition:
             return self._num_sections
         partition, last, state = self._partition, self._partition.last_published, self.table.column("state")
         self._consumers = [_FrozenConsumer(partition.consumers[name]) for name in self._tasks]
-        missing = 0 if partition.sealed else int(np.count_nonzero(state == RowState.RESERVED_FREE))
+        missing = 0 if partition.sealed else int(np.count_nonzero(_PREALLOCATED[state]))
         self._head = SavedPartition(
             partition.name, partition.incarnation, partition.sealed, partition.num_samples, partition.num_published,
             partition.num_puts, partition.preallocate, b"", b"", b"", b"", b"", [], [],
@@ -170,19 +170,17 @@ class FrozenPartition:
         """One section; the last one ends the freeze of this partition."""
         table, start, head = self.table, number * ROWS, self._head
         assert head is not None, "a partition is planned before it is saved"
-        rows = SAVED[table.column("state")[start : start + ROWS]].nonzero()[0] + start
+        rows = PUBLISHED[table.column("state")[start : start + ROWS]].nonzero()[0] + start
         if self._wanted is not None:
             rows = rows[np.isin(table.column("index")[rows], self._wanted)]
-        index, state = table.column("index")[rows], table.column("state")[rows]
-        is_live = PUBLISHED[state]
+        index = table.column("index")[rows]
         offset, size, put = (
-            np.where(is_live, table.column(name)[rows], 0).astype("<i4").tobytes()
-            for name in ("put_offset", "put_size", "put_number")
+            table.column(name)[rows].astype("<i4").tobytes() for name in ("put_offset", "put_size", "put_number")
         )
-        keys, named = self._partition.keys.names_of(index[is_live], self._gone)
+        keys, named = self._partition.keys.names_of(index, self._gone)
         tagged, tags = self._partition.tags.save(index, self._changed)
         saved = msgspec.structs.replace(
-            head, index=pack_indexes(index), state=state.tobytes(),
+            head, index=pack_indexes(index), state=table.column("state")[rows].tobytes(),
             put_offset=offset, put_size=size, put_number=put, fields=self._schema.save(rows),
             consumers=[each.save(number, table.column(each.given)[rows], table.column(each.consumed)[rows])
                        for each in self._consumers],

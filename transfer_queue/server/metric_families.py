@@ -87,7 +87,7 @@ def _controller(page: _Page, stats: Numbers, process: Numbers) -> None:
         "controller_uptime_seconds": ("Time since the controller started.", process["uptime_s"]),
         "controller_memory_rss_bytes": ("Memory of the controller's process.", process["rss_nbytes"]),
         "partitions_total": ("Partitions.", len(stats["partitions"])),
-        "global_index_allocated_total": ("Global indexes handed out so far; a restore leaves some out.", stats["next_index"]),
+        "global_index_allocated_total": ("Global indexes handed out; a restore leaves some out.", stats["next_index"]),
         "global_index_reusable_total": ("Always 0: indexes are never reused.", 0),
         "sessions": ("Clients with a session.", sum("connections" in own for own in stats["clients"].values())),
         "storage_units": ("Storage units.", len(stats["storage_units"])),
