@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
@@ -81,7 +82,7 @@ class Drawn:
     groups: dict[int, Group]
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False)
 class Group:
     """A group that work has begun on. ``seq``: the token of its first lease, which is its place in their order.
 
@@ -89,7 +90,7 @@ class Group:
     ``left``: the state in which it left. ``is_complete``: no more members will come. ``passed``: no gate is against it,
     so it may be drawn. ``is_ready``: some task could draw it now. ``drawn``: tasks that were given it, each with its
     batch; None once it has trained it. ``acked``: tasks. ``arrivals``: by task, its place in the order in which groups
-    became ready.
+    became ready. ``patience_ends``: when its deadline is, in the plane's seconds.
     """
 
     index: int
@@ -101,6 +102,7 @@ class Group:
     attempts: int = 0
     worker_attempts: int = 0
     num_members: int = 0
+    patience_ends: float = math.inf
     is_complete: bool = False
     is_charged: bool = False
     passed: bool = False

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from weakref import ReferenceType, ref
 
 import numpy as np
 
@@ -233,11 +232,12 @@ def reads(state: PlaneState, call: Call) -> None:
         state.calls.hold(call, GroupReader(state, call.client))
 
 
-def deadline(state: PlaneState, name: str, watched: ReferenceType[Group]) -> None:
+def deadline(state: PlaneState, name: str, index: int) -> None:
     """The patience with this group is over: it is closed with the parts that it has, or expires."""
-    partition, group = state.partitions.get(name), watched()
+    partition = state.partitions.get(name)
     groups = None if partition is None else partition.groups
-    if partition is None or groups is None or group is None or groups.live.get(group.index) is not group:
+    group = None if groups is None else groups.live.get(index)
+    if partition is None or groups is None or group is None or group.patience_ends > state.calls.now:
         return
     patience = f"in {group.terms.deadline_s:.4g} s"
     if group.is_under_work and len(group.closed) >= (group.terms.min_parts or group.terms.parts):
@@ -257,9 +257,9 @@ def deadline(state: PlaneState, name: str, watched: ReferenceType[Group]) -> Non
 def watch_deadline(state: PlaneState, partition: Partition, group: Group) -> None:
     """The patience with this group begins now, if it has an end."""
     if group.terms.deadline_s is not None:
-        # Weakly: what has left, and partitions that were cleared, would stay in memory until then.
-        over = partial(deadline, state, partition.name, ref(group))
-        state.calls.at(state.calls.now + group.terms.deadline_s, over)
+        group.patience_ends = state.calls.now + group.terms.deadline_s
+        # By names: what has left, and partitions that were cleared, would stay in memory until then.
+        state.calls.at(group.patience_ends, partial(deadline, state, partition.name, group.index))
 
 
 def restored(state: PlaneState, versions: Mapping[str, int], next_token: int) -> None:

@@ -13,6 +13,7 @@ from tests.unit.control.control_kit import load, refused, save
 from tests.unit.control.groups_kit import PART, TRAINER, Queue
 from transfer_queue import GroupSampler
 from transfer_queue import protocol as p
+from transfer_queue.control.group_record import Group
 
 
 def sealed(queue: Queue, partition: str = PART) -> None:
@@ -178,13 +179,15 @@ def test_two_servers_that_restore_the_same_state_give_out_different_tokens(serve
 def test_what_has_left_takes_no_memory_until_its_deadline():
     queue = Queue()
     queue.register("actor", GroupSampler(groups=1, ahead=9))
-    queue.add(2, ["actor"], deadline_s=3600.0)
+    queue.add(2, ["actor"], deadline_s=(patience_s := 3600.125))
     queue.lease(count=2)
-    partition = queue.plane.state.partitions[PART]
-    kept = [weakref.ref(partition), *map(weakref.ref, partition.groups.live.values())]
-    assert len(kept) == 3
-    del partition
+    partition = weakref.ref(queue.plane.state.partitions[PART])
+
+    def num_kept() -> int:
+        return sum(type(each) is Group and each.terms.deadline_s == patience_s for each in gc.get_objects())
+
+    assert num_kept() == 2
     queue.done(queue.ask(TRAINER, p.ClearPartition, PART))
     gc.collect()
-    assert [each() for each in kept] == [None] * 3
+    assert (partition(), num_kept()) == (None, 0)
     queue.pass_time(4000.0)
