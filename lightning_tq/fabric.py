@@ -173,6 +173,9 @@ class FabricLoader:
     def partition_of(self, reader: StreamReader, epochs_ahead: int = 0) -> str:
         return reader.stream.partition_at(epoch=self.epoch, global_step=0, stage=reader.stage)
 
+    def may_return(self, reader: StreamReader) -> bool:
+        return False
+
     def begin_next_epoch(self) -> None:
         raise AssertionError("a pass is one epoch, even if empty")
 

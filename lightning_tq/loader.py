@@ -61,6 +61,9 @@ class RunContext(Protocol):
     def partition_of(self, reader: StreamReader, epochs_ahead: int = 0) -> str:
         """The partition for an iterator that starts now, or this many epochs later."""
 
+    def may_return(self, reader: StreamReader) -> bool:
+        """Whether the stream may come back to a partition that it has moved on from."""
+
     def begin_next_epoch(self) -> None:
         """The current epoch, in which training resumed, has no more batches. ``epoch`` is the next one from now on."""
 
@@ -100,6 +103,8 @@ class StreamReader:
         """Starts the copy of each delivered batch to the device."""
         self.before_batch: Callable[[], None] | None = None
         """Called before the stream waits for a batch, when the iterator has started."""
+        self.after_move: Callable[[], None] | None = None
+        """Called when the next iterator's partition is known, and the last iterator is closed."""
 
         self._run = run
         rule = replace(run.ack_rule, ack="never") if self.replay else run.ack_rule
@@ -173,6 +178,8 @@ class StreamReader:
         if self._items is None:
             assert self._start is not None
             self.move_cursor()
+            if self.after_move is not None:
+                self.after_move()
             self._items = self._start()
         return self._items
 
@@ -192,8 +199,14 @@ class StreamReader:
         acked = 0 if replays or self.stage != "train" else self._statistic(name, "settled")
         first = Position(partition_id=name, batch_index=acked, epoch=epoch, **self._sizes)
         self._unfetched = None
+        trained = self.progress.position
+        before = self.progress.partition or (None if trained is None else trained.partition_id)
         start = self.progress.begin(first, replays, self._run.partitions_at_start)
         self.dataset.load_state_dict(start.as_dict())
+        if self.stream.draws_groups and self._run.topology.is_reader:
+            # What a limit on batches left there would hold the slots of the groups that are needed here.
+            left = [] if before in (None, name) or self._run.may_return(self) else [before]
+            self._run.client.move_on(name, self.stream.task, left, self._run.topology.dp_rank)
 
     def _next_batch(self) -> TQBatch | UnfetchedBatch:
         """Wait for a batch. Raises the error that ended the run, or StopIteration at the end of the stream."""

@@ -161,6 +161,10 @@ class Run:
         ends = 0 <= self.trainer.max_steps <= step_when_trained(self.trainer, reader.progress)
         return ends and self.trainer.lightning_module.automatic_optimization
 
+    def may_return(self, reader: StreamReader) -> bool:
+        """A switch of your own may name partitions in any order, but what it clears is gone."""
+        return not self.switch.clear_finished and self.switch.pattern(reader.stream, reader.stage) == "*"
+
     def partition_of(self, reader: StreamReader, epochs_ahead: int = 0, steps_ahead: int = 0) -> str:
         if self.overfits and reader.progress.partition is not None:
             return reader.progress.partition
@@ -242,6 +246,10 @@ class Run:
         needs_one = self.ack_rule.keeps_checkpoints or saved > 0  # or one was saved by hand
         return self._left.take_finished([each.partition for each in streams], written if needs_one else math.inf)
 
+    def left_partitions(self) -> list[str]:
+        """Those that readers moved on from, finished or not."""
+        return self._left.names(self._streams())
+
     def _streams(self) -> list[Progress]:
         return [reader.progress for reader in self.readers.values()]
 
@@ -249,7 +257,7 @@ class Run:
         """What ``TQDataModule.state_dict`` says of partitions."""
         streams = self._streams()
         read = {each.label: each.partition for each in streams if self.overfits and each.partition is not None}
-        return {"left": self._left.names(streams), "overfitted": read}
+        return {"left": self.left_partitions(), "overfitted": read}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from the run that saved the checkpoint."""

@@ -189,7 +189,8 @@ def check_slots(trainer: Trainer, train: Stream, every_n_steps: int) -> None:
             f"stream 'train' needs {batches} batches of {sampler.groups} groups at once, because {why}, but its "
             f"GroupSampler admits {sampler.budget} groups: training would wait for ever. To go on, {remedy}raise ahead."
         )
-    if sampler.stale == "train" or sampler.max_staleness is None:
+    bound = sampler.bound
+    if bound is None:
         return
     if is_cut == (accumulated == 1):
         why = "each micro-batch of a draw is a step" if is_cut else f"{accumulated} draws are one step"
@@ -198,17 +199,28 @@ def check_slots(trainer: Trainer, train: Stream, every_n_steps: int) -> None:
             f"optimizer step, but here {why}. Accumulate the micro-batches of one draw, with "
             f"Stream(micro_batch_size=...) and as many accumulate_grad_batches, or set stale='train'."
         )
-    if sampler.stale == "drop" and sampler.max_staleness < ahead:
+    if sampler.stale == "drop" and bound < ahead:
         raise InvalidRequestError(
-            f"the GroupSampler of stream 'train' drops groups that are more than {sampler.max_staleness} versions old, "
+            f"the GroupSampler of stream 'train' drops groups that are more than {bound} versions old, "
             f"and what Lightning fetches ahead is one version old at least: it would drop every group. To go on, "
             f"{remedy}raise max_staleness."
         )
-    if sampler.max_staleness < every_n_steps > 1:
+    if bound < every_n_steps > 1:
         raise InvalidRequestError(
-            f"the GroupSampler of stream 'train' bounds staleness to {sampler.max_staleness} versions, but with "
+            f"the GroupSampler of stream 'train' bounds staleness to {bound} versions, but with "
             f"PublishWeights(every_n_steps={every_n_steps}) workers get weights that are up to {every_n_steps} "
             f"steps old. Lower every_n_steps, or raise max_staleness."
+        )
+
+
+def check_steps_of_draw(train: Stream, count: int) -> None:
+    """Raise InvalidRequestError where ``count`` steps with one draw leave the bound on staleness without meaning."""
+    sampler = train.sampler
+    if count > 1 and isinstance(sampler, GroupSampler) and sampler.bound is not None:
+        raise InvalidRequestError(
+            f"the GroupSampler of stream 'train' bounds staleness (stale={sampler.stale!r}) where each draw is one "
+            f"optimizer step, but manual optimization made {count} with this one. Make one step per draw, or set "
+            f"stale='train'."
         )
 
 

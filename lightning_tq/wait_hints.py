@@ -201,10 +201,10 @@ def _fetched_one_ahead(wait: StreamWait) -> Found:
     return "ahead", wait.then(
         f"This is batch {progress.taken} while batch {progress.trained} is untrained, because Lightning fetches one "
         "batch ahead when the length is unknown. If producers wait for that step (for new weights), this is a "
-        "deadlock: set Stream(num_batches=...) or Trainer(limit_train_batches=...). If no more samples come, seal the "
-        "partition: "
-        f"client.seal_partition({wait.partition!r})."
-    )
+        "deadlock: set Stream(num_batches=...) or Trainer(limit_train_batches=...).",
+        "" if wait.about.get("sealed") else
+        f"If no more samples come, seal the partition: client.seal_partition({wait.partition!r}).",
+    )  # fmt: skip
 
 
 def _fetched_before_hooks(wait: StreamWait) -> Found:

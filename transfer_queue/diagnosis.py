@@ -412,7 +412,9 @@ def _of_groups(facts: Numbers) -> Iterator[str]:
     yield from _states_of(facts["groups"]) or ("there are none",)
     slots = facts["groups"]["slots"].get(facts["task"])
     if slots is not None and slots["used"] >= slots["budget"]:
-        yield f"{slots['used']:,} of {slots['budget']:,} slots in use"
+        elsewhere = slots["used"] - slots["here"]
+        others = f", {elsewhere:,} of them by groups of other partitions" if elsewhere > 0 else ""
+        yield f"{slots['used']:,} of {slots['budget']:,} slots in use{others}"
     if facts.get("sealed"):
         yield "the partition is sealed"
 
@@ -420,7 +422,7 @@ def _of_groups(facts: Numbers) -> Iterator[str]:
 def _for_groups(facts: Numbers) -> Iterator[str]:
     """What may help a task that waits for groups, by what there is most of."""
     states, task = facts["groups"]["states"], facts["task"]
-    slots = facts["groups"]["slots"].get(task, {"used": 0, "budget": 1})
+    slots = facts["groups"]["slots"].get(task, {"used": 0, "here": 0, "budget": 1})
     if states.get("running"):
         yield from ("look at the worker of the oldest group", "set deadline_s (add_groups)")
     elif states.get("closed"):
@@ -428,6 +430,8 @@ def _for_groups(facts: Numbers) -> Iterator[str]:
         yield f"put the fields of the fetch{gate} for all rows of a group"
     elif states.get("waiting") and slots["used"] < slots["budget"]:
         yield "start workers that lease groups"
+    elif slots["used"] >= slots["budget"] and slots["here"] < slots["used"]:
+        yield "clear the partitions that the task reads no more, or say that it has gone on (client.move_on)"
     elif slots["used"] >= slots["budget"]:
         yield from ("let the trainer say what it has trained (client.advance)", f"raise ahead of {task!r}")
     elif not states.get("waiting"):

@@ -11,7 +11,7 @@ from lightning_tq.batch import queue_batch
 from lightning_tq.callbacks.early_checkpoint import EarlyCheckpoint
 from lightning_tq.loader import StreamReader
 from lightning_tq.run import Run, run_of
-from lightning_tq.trainer_compat import correct_progress
+from lightning_tq.trainer_compat import check_steps_of_draw, correct_progress
 
 
 class AckBatches(Callback):
@@ -57,7 +57,10 @@ class AckBatches(Callback):
         before, self._steps = self._steps, trainer.global_step
         if pl_module.automatic_optimization:
             return not trainer.fit_loop._should_accumulate()
-        return self._steps > before  # with manual optimization only the global step shows it
+        count = self._steps - before  # with manual optimization only the global step shows it
+        for reader in _trained(trainer):
+            check_steps_of_draw(reader.stream, count)
+        return count > 0
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -46,9 +47,20 @@ class PartitionSwitch(Callback):
         return "*" if is_own else stream.pattern(stage)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        run_of(trainer, "PartitionSwitch")
+        for reader in run_of(trainer, "PartitionSwitch").readers.values():
+            reader.after_move = partial(self._after_move, trainer)
 
-    # At both hooks, every rank has closed its old iterator. A barrier makes sure of it.
+    # At these moments, every rank has closed its old iterator. A barrier makes sure of it.
+
+    def _after_move(self, trainer: Trainer) -> None:
+        """Before the first batch, because it may need the room, or slots, of what is finished."""
+        run = run_of(trainer)
+        if not self.clear_finished or trainer.state.fn != TrainerFn.FITTING or not run.left_partitions():
+            return
+        trainer.strategy.barrier("lightning_tq_moved")  # each rank knows where it begins, so acks don't move that
+        for reader in run.of_stage("train"):
+            reader.ack_due()
+        self._clear(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._clear(trainer)

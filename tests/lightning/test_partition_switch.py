@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from producing import fill
 from recorders import Recorder
 
@@ -134,6 +136,37 @@ def test_overridden_names_are_read_to_the_last_epoch_also_after_a_resume(
         resumed = trainer(max_epochs=3, callbacks=[Named(clear_finished=False)])
         resumed.fit(model, datamodule=dm, ckpt_path=tmp_path / f"{step}.ckpt")
         assert model.indexes() == whole[4 * step :]
+
+
+@pytest.mark.parametrize("validates", [False, True])
+def test_what_a_checkpoint_has_finished_makes_room_for_the_epoch_that_waits_for_it(
+    trainer: MakeTrainer, tmp_path: Path, validates: bool
+) -> None:
+    val = stream("val", task="evaluate") if validates else None
+    dm = TQDataModule(
+        train=stream("train@{epoch}"), val=val, queue={"units": 1, "total_storage_size": 20, "put_timeout_s": 60}
+    )
+    dm.open()
+    fill(dm.client, "val", 4)
+    failed = list[BaseException]()
+
+    def produce() -> None:
+        try:
+            for epoch in range(4):
+                fill(dm.client, f"train@{epoch}", 8)  # two epochs fill the queue
+        except BaseException as error:
+            failed.append(error)
+
+    producer, model = threading.Thread(target=produce, daemon=True), Recorder()
+    producer.start()
+    callbacks = [PartitionSwitch(), ModelCheckpoint(tmp_path / "saved", every_n_epochs=1)]
+    try:
+        trainer(max_epochs=4, callbacks=callbacks, enable_checkpointing=True).fit(model, datamodule=dm)
+        producer.join(30)
+    finally:
+        dm.close()
+    assert model.partitions() == [f"train@{epoch}" for epoch in range(4)]
+    assert failed == []
 
 
 def test_an_unknown_variable_is_refused_with_the_nearest_known_one() -> None:

@@ -300,7 +300,7 @@ def test_groups_are_listed_with_their_states_the_oldest_work_and_slots() -> None
     oldest = {"worker": "rollout-7", "key": "q1", "age_s": 2470.0}
     groups = {
         "added": 40, "states": {"ready": 12, "running": 3}, "rejected": {"std(reward) > 0": 5}, "oldest": oldest,
-        "slots": {"learn": {"used": 15, "budget": 16, "per_step": 8}},
+        "slots": {"learn": {"used": 15, "here": 15, "budget": 16, "per_step": 8}},
     }  # fmt: skip
     console = Console(width=200)
     with console.capture() as shown:

@@ -395,7 +395,7 @@ def test_statistics_name_the_states_the_oldest_work_and_the_slots_of_groups(data
     oldest = groups.pop("oldest")
     assert groups == {
         "added": 6, "states": {"waiting": 3, "running": 2, "closed": 1}, "rejected": {},
-        "slots": {"learn": {"used": 3, "budget": 4, "per_step": 2}},
+        "slots": {"learn": {"used": 3, "here": 3, "budget": 4, "per_step": 2}},
     }  # fmt: skip
     assert (oldest["worker"].partition(".")[0], oldest["key"]) == (client.client_id, "q1")
     with pytest.raises(tq.BatchTimeoutError, match=r"for 2 groups of 'train': 1 ready, 2 running \(oldest 0 s, "):
@@ -465,3 +465,51 @@ def test_ranks_share_the_groups_of_a_step_and_no_group_is_older_than_the_bound(r
     assert [len(batch) for rank in own for batch in rank] == [2] * 6, "half of each step's four groups"
     trained = sorted(number for rank in (first, second) for batch in rank for number in batch)
     assert trained == [number for number in range(12) for _ in range(1 + number % 3)]
+
+
+# ---- partitions of an epoch ----
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_groups_that_a_limit_leaves_hold_no_slots_of_the_next_epoch(
+    data: Make, trainer: MakeTrainer, clears: bool
+) -> None:
+    dm = data(train=groups_of(1, "train@{epoch}"), val=groups_of(1, "val@{epoch}", "judge"))
+    for epoch in range(2):
+        add(dm.client, 2 if epoch else 6, f"train@{epoch}")
+        add(dm.client, 2 if epoch else 6, f"val@{epoch}", tasks=["judge"])
+    model, switch = Steps(), PartitionSwitch(clear_finished=clears)
+    limits = {"limit_train_batches": 2, "limit_val_batches": 2, "num_sanity_val_steps": 0}
+    with worker(partition=["train@*", "val@*"]):
+        trainer(max_epochs=2, callbacks=[switch], **limits).fit(model, datamodule=dm)
+    assert model.partitions() == ["train@0", "train@1"]
+    assert [number for own in model.groups for number in dict.fromkeys(own)] == [0, 1, 0, 1]
+
+
+class TwoSteps(Steps):
+    """Two optimizer steps with each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        for _ in range(2):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+
+@pytest.mark.parametrize("stale", ["wait", "drop", "train"])
+def test_a_bound_on_staleness_is_refused_where_one_draw_is_several_steps(
+    data: Make, trainer: MakeTrainer, stale: str
+) -> None:
+    dm = data(train=groups_of(1, of_ahead=3, of_max_staleness=2, of_stale=stale))
+    add(dm.client, 2)
+    with worker():
+        if stale == "train":
+            trainer(callbacks=[PublishWeights()]).fit(TwoSteps(), datamodule=dm)
+        else:
+            with pytest.raises(InvalidRequestError, match=f"stale='{stale}'.*made 2 with this one"):
+                trainer(callbacks=[PublishWeights()]).fit(TwoSteps(), datamodule=dm)

@@ -249,7 +249,7 @@ def test_what_limits_a_run_follows_from_the_share_of_waits(elapsed_s: float, wai
 GROUPS: dict[str, Any] = {
     "added": 40, "states": {"waiting": 12, "ready": 12, "running": 3}, "rejected": {"std(reward) > 0": 5},
     "oldest": {"worker": "rollout-7", "key": "q1", "age_s": 2470.0},
-    "slots": {"learn": {"used": 16, "budget": 16, "per_step": 16}},
+    "slots": {"learn": {"used": 16, "here": 16, "budget": 16, "per_step": 16}},
 }  # fmt: skip
 
 
@@ -259,16 +259,22 @@ GROUPS: dict[str, Any] = {
         ({}, "12 ready, 3 running (oldest 41 min, rollout-7), 12 waiting for a worker, 5 rejected by std(reward) > 0, "
          "16 of 16 slots in use. Look at the worker of the oldest group, set deadline_s (add_groups), loosen the gate, "
          "or wait longer (timeout_s)."),
-        ({"states": {}, "rejected": {}, "slots": {"learn": {"used": 0, "budget": 16, "per_step": 16}}},
+        ({"states": {}, "rejected": {}, "slots": {"learn": {"used": 0, "here": 0, "budget": 16, "per_step": 16}}},
          "there are none. Add groups, or wait longer (timeout_s)."),
         ({"states": {"drawn": 16}, "rejected": {}}, "16 in training, 16 of 16 slots in use. Let the trainer say what "
          "it has trained (client.advance), raise ahead of 'learn', or wait longer (timeout_s)."),
         ({"states": {"closed": 9}, "rejected": {},
-          "slots": {"learn": {"used": 9, "budget": 16, "per_step": 16, "gate": "any(ok)"}}},
+          "slots": {"learn": {"used": 9, "here": 9, "budget": 16, "per_step": 16, "gate": "any(ok)"}}},
          "9 without a tag or field. Put the fields of the fetch, and the tags of the gate 'any(ok)', for all rows of a "
          "group, or wait longer (timeout_s)."),
-        ({"states": {"waiting": 9}, "rejected": {}, "slots": {"learn": {"used": 9, "budget": 16, "per_step": 16}}},
+        ({"states": {"waiting": 9}, "rejected": {},
+          "slots": {"learn": {"used": 9, "here": 9, "budget": 16, "per_step": 16}}},
          "9 waiting for a worker. Start workers that lease groups, or wait longer (timeout_s)."),
+        ({"states": {"waiting": 9}, "rejected": {},
+          "slots": {"learn": {"used": 16, "here": 3, "budget": 16, "per_step": 16}}},
+         "9 waiting for a worker, 16 of 16 slots in use, 13 of them by groups of other partitions. Clear the "
+         "partitions that the task reads no more, or say that it has gone on (client.move_on), or wait longer "
+         "(timeout_s)."),
     ],
 )  # fmt: skip
 def test_a_wait_for_groups_says_what_becomes_of_them(own: dict[str, Any], text: str) -> None:

@@ -74,6 +74,7 @@ REQUESTS = [
     p.RetryGroups(34, "p", "v == 1"),
     p.RejectGroups(35, "p", INDEXES, "why"),
     p.Trained(36, "p", "t", 5, 1),
+    p.MoveOn(37, "p", "t", ["o"], 1),
 ]
 REPLIES = [
     p.Done(1, {"any": [1, "small", None]}),

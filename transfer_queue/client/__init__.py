@@ -86,6 +86,7 @@ class TransferQueueClient(AsyncTransferQueueClient):
     leases = AsyncTransferQueueClient.leases
     advance = blocking(AsyncTransferQueueClient.async_advance)
     note_trained = blocking(AsyncTransferQueueClient.async_note_trained)
+    move_on = blocking(AsyncTransferQueueClient.async_move_on)
     retry_groups = blocking(AsyncTransferQueueClient.async_retry_groups)
     reject = blocking(AsyncTransferQueueClient.async_reject)
     get_heads = blocking(AsyncTransferQueueClient.async_get_heads)

@@ -219,6 +219,18 @@ class GroupVerbs(Gets, LeaseClient):
         """
         await self.session.ask(p.Trained, p.Done, partition, task_name, before, dp_rank)
 
+    async def async_move_on(self, partition: str, task_name: str, left: Sequence[str] = (), dp_rank: int = 0) -> None:
+        """Say that a task draws groups of this partition from here on, and no more of those that it has left.
+
+        There, the reader has trained what it was given. Groups that no other task trains expire, also new ones, and
+        hold no slots. Fetches of the task are answered with the end of the stream, except for batches that were drawn
+        before. Loaders do so between epochs.
+
+        Examples:
+            >>> client.move_on("train@1", "update_actor", left=["train@0"])
+        """
+        await self.session.ask(p.MoveOn, p.Done, partition, task_name, list(left), dp_rank)
+
     async def async_retry_groups(self, partition: str, where: str | None = None) -> int:
         """Make groups that failed, expired, were rejected or got stale wait again, as if they were new.
 

@@ -13,7 +13,8 @@ def group_numbers(state: PlaneState, partition: Partition, now: float) -> dict[s
     """Empty if the partition has no groups.
 
     ``added``: those that ever were. ``states``: how many are in each. ``oldest``: of the leases here, the one that was
-    granted first. ``rejected``: by gate, or reason. ``slots``: by task that trains them, how many it has and uses.
+    granted first. ``rejected``: by gate, or reason. ``slots``: by task that trains them, how many it has,
+    uses, and uses for groups that are here.
     """
     groups, leases = partition.groups, state.leases
     if groups is None:
@@ -24,7 +25,8 @@ def group_numbers(state: PlaneState, partition: Partition, now: float) -> dict[s
     for task in tasks:
         sampler = leases.sampler(task)
         budget, per_step = (0, 0) if sampler is None else (sampler.budget, sampler.groups)
-        own = {"used": leases.trainers[task].charged, "budget": budget, "per_step": per_step}
+        here = sum(group.is_charged and task in group.terms.tasks for group in groups.live.values())
+        own = {"used": leases.trainers[task].charged, "here": here, "budget": budget, "per_step": per_step}
         slots[task] = own if sampler is None or sampler.gate is None else own | {"gate": sampler.gate}
     first = leases.oldest_of(partition.name)
     oldest = None if first is None else {

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -34,6 +34,9 @@ from transfer_queue.control.rows import Rows
 from transfer_queue.control.state import PlaneState
 from transfer_queue.errors import GateStarvedError, InvalidRequestError, LeaseLostError
 from transfer_queue.sampler.group_sampler import GroupSampler
+
+_FEW = 64
+"""Groups that leave in one piece of work."""
 
 
 def groups_of(partition: Partition) -> Groups:
@@ -418,6 +421,7 @@ def undrew(state: PlaneState, partition: Partition, task: str, some: Iterable[Gr
 def reset(state: PlaneState, partition: Partition, task: str) -> None:
     """The task begins anew with what is here. Batches that it has not acknowledged keep theirs."""
     if partition.groups is not None:
+        partition.groups.left_by.discard(task)
         consumer, live = partition.consumers.get(task), partition.groups.live.values()
         kept = set(partition.groups.of(p.NO_INDEXES if consumer is None else consumer.ledger.open_indexes()))
         undrew(state, partition, task, [group for group in live if group not in kept])
@@ -442,13 +446,45 @@ def drop_stale(state: PlaneState, partition: Partition, task: str, step: int, am
             leave(state, partition, group, STALE, f"version {group.version} is too old for step {step}")
 
 
-def left_over(state: PlaneState, partition: Partition, task: str, some: Iterable[Group]) -> None:
-    """These groups are too few for a last step of this task, and no more will come: they hold no slots any more."""
+def left_over(state: PlaneState, partition: Partition, task: str, some: Iterable[Group], why: str) -> None:
+    """This task won't draw these groups, so they hold no slots for it any more."""
     for group in some:
-        if set(group.terms.tasks) > {task}:
+        others = set(group.terms.tasks).difference(groups_of(partition).left_by, [task])
+        if others or (group.drawn and group.is_complete):
             _skip(partition, group, task)
         elif group.terms.tasks:
-            leave(state, partition, group, EXPIRED, f"left over: too few groups for a last step of task {task!r}")
+            leave(state, partition, group, EXPIRED, f"left over: {why}")
+    settle(state, partition)
+
+
+def left(state: PlaneState, partition: Partition, task: str) -> Iterator[None]:
+    """The task draws no more from this partition. What no other task will train leaves, or never begins."""
+    groups, why = groups_of(partition), f"task {task!r} has gone on to another partition"
+    groups.left_by.add(task)
+    own = [group for group in groups.unfinished.values() if group.is_for(task) and task not in group.drawn]
+    left_over(state, partition, task, own, why)
+    for terms in list(groups.fresh):
+        while groups.are_left(terms) and groups.fresh[terms].count:
+            _never_begin(state, partition, terms, groups.fresh[terms].first(_FEW), f"left over: {why}")
+            yield
+
+
+def _never_begin(state: PlaneState, partition: Partition, terms: p.Terms, rows: Rows, reason: str) -> None:
+    """These heads, which wait for their first lease, leave."""
+    groups, heads = groups_of(partition), partition.table.column("index")[rows].tolist()
+    groups.have_begun(rows)
+    for index in heads:
+        groups.enter(group := Group(index, terms, state.leases.next_token, None))
+        leave(state, partition, group, EXPIRED, reason)
+    settle(state, partition)
+
+
+def added(state: PlaneState, partition: Partition, rows: Rows, terms: p.Terms) -> None:
+    """These rows are heads of new groups."""
+    groups = groups_of(partition)
+    groups.add(rows, terms)
+    if groups.are_left(terms):
+        _never_begin(state, partition, terms, rows, "left over: its tasks have gone on to other partitions")
     settle(state, partition)
 
 

@@ -84,6 +84,8 @@ class Groups:
         """Fields that members were put with. Who leases a group is about to put them."""
         self.overtaking: defaultdict[str, list[int]] = defaultdict(list)
         """By task, places of drawn groups that may lie behind undrawn ones in the order of first leases, ascending."""
+        self.left_by: set[str] = set()
+        """Tasks that draw no more here. A group whose tasks have all left is not worked on."""
         self.queues: WeakSet[Queue] = WeakSet()
         """Of tasks: they learn which groups may be drawn."""
         self._unwritten: dict[int, Group] = {}
@@ -141,6 +143,10 @@ class Groups:
         return [unpacked_tags(packed) for packed in self.partition.tags.packed(rows)]
 
     # ---- new groups ----
+
+    def are_left(self, terms: Terms) -> bool:
+        """Whether none of their tasks will draw such groups."""
+        return bool(terms.tasks) and self.left_by.issuperset(terms.tasks)
 
     def add(self, rows: Rows, terms: Terms) -> None:
         """These heads wait for their first lease."""

@@ -127,6 +127,8 @@ class _Grants:
             groups.enter(group)
             leases.charge(group)
             group_work.watch_deadline(self._state, partition, group)
+            for task in groups.left_by.intersection(terms.tasks):
+                groups.acked(task, [group])
             self._grant(partition, groups, group)
         if rows:
             groups.have_begun(np.array(rows, dtype=np.intp))
@@ -261,6 +263,20 @@ def trained(state: PlaneState, call: Call, request: p.Trained) -> p.Reply:
     partition = state.partitions.get(request.partition)
     if partition is not None:
         group_work.heard_of_trained(state, partition, request.task, request.dp_rank, request.before)
+    return p.Done(request.id)
+
+
+def move_on(state: PlaneState, call: Call, request: p.MoveOn) -> Steps:
+    """What a task won't draw in the partitions that it has left holds no slots."""
+    back = state.partitions.get(request.partition)
+    if back is not None and back.groups is not None:
+        back.groups.left_by.discard(request.task)
+    for name in request.left:
+        partition = state.partitions.get(name)
+        if partition is not None and partition.groups is not None:
+            group_work.heard_of_trained(state, partition, request.task, request.dp_rank, None)
+            yield from group_work.left(state, partition, request.task)
+            state.changed(partition)
     return p.Done(request.id)
 
 

@@ -59,6 +59,7 @@ _VERBS: dict[type[p.Request], Callable[[PlaneState, Call, Any], p.Reply | Wait |
     p.RenewLeases: leasing.renew,
     p.Advance: leasing.advance,
     p.Trained: leasing.trained,
+    p.MoveOn: leasing.move_on,
     p.RetryGroups: leasing.retry,
     p.RejectGroups: leasing.reject,
     p.GetStats: queries.stats,

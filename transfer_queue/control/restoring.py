@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from transfer_queue.calls import Calls
-from transfer_queue.control import group_loading
+from transfer_queue.control import group_loading, group_work
 from transfer_queue.control.draw import Task, Tasks, foreign
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import MAX_INDEX, IndexAllocator, RowState, one_of
@@ -88,6 +88,7 @@ class Restored:
             consumer.inserted(num_live)
         if saved.groups:
             group_loading.load(partition, saved.groups, saved.terms, start, self._shift)
+            group_work.groups_of(partition).left_by.update(saved.left_by)
         for each in saved.consumers:
             numbers, counts = np.unique(
                 partition.consumer(each.task).load(each, self._shift, start), return_counts=True

@@ -107,7 +107,8 @@ class SavedPartition(msgspec.Struct):
     """Rows are samples and heads of groups (``state`` uint8). ``missing_free`` counts the pre-allocated ones.
 
     In older files pre-allocated rows that no writer had reserved are rows, too. ``groups``: columns of heads and
-    members; ``terms`` of the groups, numbered from 1 in those columns.
+    members; ``terms`` of the groups, numbered from 1 in those columns; ``left_by``: tasks that draw none of
+    them any more.
     """
 
     name: str
@@ -133,6 +134,7 @@ class SavedPartition(msgspec.Struct):
     groups: dict[str, bytes] = {}
     terms: list[Terms] = []
     num_heads: int = 0
+    left_by: list[str] = []
 
 
 class SavedSampler(msgspec.Struct):

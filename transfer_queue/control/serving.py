@@ -220,6 +220,8 @@ class ServedFetch:
         end = self.consumer.end_of(self._fetch.where)
         if end is not None:
             return Ended(self._fetch.id, end.reason, end.dropped)
+        if self._groups is not None and self._fetch.task in self._groups.left_by:
+            return Ended(self._fetch.id, "consumed")
         if self.consumer.is_over(batch_index):
             return self._over(batch_index)
         if self._missed_by_tail(batch_index):
@@ -423,7 +425,9 @@ class ServedFetch:
         if shares:
             return self._hand_out(draw, shares)
         if self.partition.sealed and isinstance(draw.ready.follower, ReadyGroups):
-            group_work.left_over(self._state, self.partition, self._fetch.task, list(draw.ready.follower))
+            task, some = self._fetch.task, list(draw.ready.follower)
+            why = f"too few groups for a last step of task {task!r}"
+            group_work.left_over(self._state, self.partition, task, some, why)
         return Ended(self._fetch.id, "sealed", left) if self.partition.sealed else self._over(draw.batch_index, left)
 
     def _has_last_groups(self, draw: Draw) -> bool:

@@ -154,6 +154,7 @@ class FrozenPartition:
             published_ago_s=None if last is None else self._now - last, missing_free=partition.missing_free + missing,
             terms=[] if partition.groups is None else list(partition.groups.fresh),
             num_heads=partition.num_heads,
+            left_by=[] if partition.groups is None else sorted(partition.groups.left_by),
         )  # fmt: skip
         cuts = (-(-len(each.entries) // BATCHES) for each in self._consumers)
         self._num_sections = max(1, -(-self.table.size // ROWS), *cuts)

@@ -444,8 +444,7 @@ def _published(state: PlaneState, call: Call, request: p.Publish, partition: Par
     role, now = request.role, state.calls.now
     if isinstance(role, p.Terms):
         rows = partition.publish(indexes, request.fields, request.tags, now, RowState.HEAD)
-        group_work.groups_of(partition).add(rows, role)
-        group_work.settle(state, partition)
+        group_work.added(state, partition, rows, role)
         return rows
     if role is not None:
         group_work.check_members(state, call, request.partition, role, len(indexes))

@@ -102,6 +102,18 @@ class Trained(Request, frozen=True):
     dp_rank: Position = 0
 
 
+class MoveOn(Request, frozen=True):
+    """A task draws groups of this partition from here on, and no more of those that it has left.
+
+    There this reader has trained all that it was given.
+    """
+
+    partition: str
+    task: str
+    left: Annotated[list[str], msgspec.Meta(max_length=MOST_ROWS)] = []
+    dp_rank: Position = 0
+
+
 class RetryGroups(Request, frozen=True):
     """Groups that have left, and whose heads match the filter, are waiting again. Done with their number."""
 

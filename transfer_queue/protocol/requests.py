@@ -15,6 +15,7 @@ from transfer_queue.protocol.group_requests import (
     EndLease,
     LeaseGroups,
     Members,
+    MoveOn,
     RejectGroups,
     RenewLeases,
     RetryGroups,
@@ -488,8 +489,8 @@ AnyRequest = (
     Hello | Goodbye | CreatePartition | SealPartition | RegisterTask | Reserve | CheckFields | Publish | Insert | Fetch
     | Cancel | Ack | Describe | ConsumptionStatus | FieldStatus | ResetConsumption | SetTags | ClearSamples
     | ClearConsumed | ClearPartition | ListPartitions | ResolveKeys | Put | KeysOf | ListKeys | WatchKeys | WaitKeys
-    | ForgetTask | ExpectProducers | NoteExit | LeaseGroups | EndLease | RenewLeases | Advance | Trained | RetryGroups
-    | RejectGroups | GetStats | EvictClient | JoinUnit | ListLost | ListUnits | WatchRun | LeaveRun
+    | ForgetTask | ExpectProducers | NoteExit | LeaseGroups | EndLease | RenewLeases | Advance | Trained | MoveOn
+    | RetryGroups | RejectGroups | GetStats | EvictClient | JoinUnit | ListLost | ListUnits | WatchRun | LeaveRun
     | Freeze | ReadFrozen | Thaw | Stage | RestorePart | Restore
 )  # fmt: skip
 KEPT = (

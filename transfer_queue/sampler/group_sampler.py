@@ -104,6 +104,11 @@ class GroupSampler(RoundSampler):
         self.dp_size = dp_size
 
     @property
+    def bound(self) -> int | None:
+        """``max_staleness``, where it is kept."""
+        return None if self.stale == "train" else self.max_staleness
+
+    @property
     def budget(self) -> int:
         """The number of slots."""
         slots = math.ceil(self.oversample * (self.ahead + 1) * self.groups)

@@ -191,3 +191,79 @@ def test_what_has_left_takes_no_memory_until_its_deadline():
     gc.collect()
     assert (partition(), num_kept()) == (None, 0)
     queue.pass_time(4000.0)
+
+
+# ---- partitions that a task has left ----
+
+
+def go_on(queue: Queue, to: str, *left: str, task: str = "actor") -> None:
+    queue.done(queue.ask(TRAINER, p.MoveOn, to, task, list(left)))
+
+
+def two_epochs(*tasks: str, ahead: int = 1) -> Queue:
+    queue = Queue()
+    for task in tasks:
+        queue.register(task, GroupSampler(groups=1, ahead=ahead))
+    for name in ("one", "two"):
+        queue.add(4, tasks, partition=name)
+    return queue
+
+
+def test_groups_of_a_partition_that_its_task_has_left_hold_no_slots_whatever_they_wait_for():
+    queue = two_epochs("actor")
+    queue.work(partition="one")
+    (running,) = queue.lease(partition="one")
+    assert queue.lease(wait_s=9.0, partition="two") is None, "two slots, both taken"
+    go_on(queue, "two", "one")
+    assert queue.states("one") == dict.fromkeys(queue.states("one"), "expired")
+    refused(queue.put(running), "LeaseLostError")
+    assert any(isinstance(to.reply, p.LeasedGroups) for to in queue.inbox)
+    assert queue.charged("actor") == 1
+    (late,) = queue.add(1, ["actor"], partition="one")
+    assert queue.states("one")[late] == "expired", "of what is fed later, too"
+    sealed(queue, "one")
+    assert isinstance(queue.lease(partition="one"), p.Ended)
+
+
+def test_a_task_that_has_left_is_told_the_end_but_gets_what_was_drawn_and_may_come_back():
+    queue = two_epochs("actor")
+    queue.work(partition="one")
+    drawn = queue.draw("actor", rank=0, batch=0, partition="one")
+    go_on(queue, "two", "one")
+    assert queue.draw("actor", rank=0, batch=0, partition="one") == drawn
+    assert isinstance(queue.fetch("actor", rank=0, batch=1, partition="one"), p.Ended)
+    go_on(queue, "one")
+    queue.add(1, ["actor"], partition="one")
+    queue.work(partition="one")
+    assert queue.draw("actor", rank=0, batch=1, partition="one")
+
+
+def test_what_another_task_still_draws_stays_and_begins():
+    queue = two_epochs("actor", "critic", ahead=3)
+    queue.work(2, partition="one")
+    go_on(queue, "two", "one")
+    assert len(queue.states("one")) == 4
+    queue.work(2, partition="one")
+    assert len([heads for _ in range(4) if (heads := queue.draw("critic", partition="one"))]) == 4
+    queue.fetch("critic", partition="two")
+    assert queue.charged("actor") == queue.charged("critic") == 0
+    go_on(queue, "two", "one", task="critic")
+
+
+def test_what_a_reader_was_given_of_a_partition_that_it_has_left_counts_as_trained():
+    queue = two_epochs("actor")
+    queue.work(2, partition="one")
+    assert queue.draw("actor", rank=0, batch=0, partition="one", trained=0)
+    assert queue.draw("actor", rank=0, batch=1, partition="one", trained=0)
+    assert queue.charged("actor") == 2
+    go_on(queue, "two", "one")
+    assert queue.charged("actor") == 0
+
+
+def test_that_a_task_has_left_is_saved():
+    queue = two_epochs("actor")
+    go_on(queue, "two", "one")
+    restored = Queue()
+    load(restored.plane, save(queue.plane))
+    (late,) = restored.add(1, ["actor"], partition="one")
+    assert restored.states("one")[late] == "expired"
