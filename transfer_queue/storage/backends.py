@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Storage backends by name, in client and server, and how their sections of the configuration are read.
 
-One table says for a backend which manager a client makes, and what starts its servers, if it has any. It also has the
+Tables say for a backend which manager a client makes, and what starts its servers, if it has any. Another one has the
 clients of key-value stores by the names that sections give them.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from pkgutil import resolve_name
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from transfer_queue.errors import UnknownBackendError
 from transfer_queue.storage.base import StorageKVClient, StorageManager
@@ -18,48 +18,47 @@ from transfer_queue.transport.session import Session
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
 Made = TypeVar("Made", bound=Callable[..., Any])
-_MANAGER, _CLIENT, _START = "manager", "client", "start"
+Table: TypeAlias = dict[str, Any]
+"""By name, what is made or called, or its ``module:name``."""
 _UNITS = "transfer_queue.storage.shm.shared_memory:SharedMemoryManager"
 _NAMED = "transfer_queue.storage.managers.named:"
 _CLIENTS = "transfer_queue.storage.clients."
 
-_table: dict[tuple[str, str], Any] = {
-    (_MANAGER, "SimpleStorage"): _UNITS,
-    # The former name of the first backend; configurations still use it.
-    (_MANAGER, "AsyncSimpleStorageManager"): _UNITS,
-    (_MANAGER, "RayStore"): _NAMED + "RayStorageManager",
-    (_CLIENT, "RayStorageClient"): _CLIENTS + "ray_client:RayStorageClient",
-    (_START, "RayStore"): _CLIENTS + "ray_client:start_store",
-    (_MANAGER, "MooncakeStore"): _NAMED + "MooncakeStorageManager",
-    (_CLIENT, "MooncakeStoreClient"): _CLIENTS + "mooncake_client:MooncakeStoreClient",
-    (_START, "MooncakeStore"): _CLIENTS + "mooncake_client:start_store",
-    (_MANAGER, "Yuanrong"): _NAMED + "YuanrongStorageManager",
-    (_CLIENT, "YuanrongStorageClient"): _CLIENTS + "yuanrong_client:YuanrongStorageClient",
-    (_START, "Yuanrong"): _CLIENTS + "yuanrong_client:YuanrongStorageClient",  # which only says why not
+_managers: Table = {
+    "SimpleStorage": _UNITS,
+    "AsyncSimpleStorageManager": _UNITS,  # the former name of the first backend; configurations still use it
+    "RayStore": _NAMED + "RayStorageManager",
+    "MooncakeStore": _NAMED + "MooncakeStorageManager",
+    "Yuanrong": _NAMED + "YuanrongStorageManager",
 }
-"""What is made or called, or its ``module:name``, by its kind and its name."""
+_clients: Table = {
+    "RayStorageClient": _CLIENTS + "ray_client:RayStorageClient",
+    "MooncakeStoreClient": _CLIENTS + "mooncake_client:MooncakeStoreClient",
+    "YuanrongStorageClient": _CLIENTS + "yuanrong_client:YuanrongStorageClient",
+}
+_providers: Table = {
+    "RayStore": _CLIENTS + "ray_client:start_store",
+    "MooncakeStore": _CLIENTS + "mooncake_client:start_store",
+    "Yuanrong": _CLIENTS + "yuanrong_client:YuanrongStorageClient",  # which only says why not
+}
 _OF_UNITS = ("SimpleStorage", "AsyncSimpleStorageManager")
 
 
-def _register(kind: str, name: str, base: type | None = None) -> Callable[[Made], Made]:
+def _register(table: Table, name: str, base: type | None = None) -> Callable[[Made], Made]:
     """Decorator: add to the table. Raises TypeError for what is no subclass of ``base``."""
 
     def add(made: Made) -> Made:
         if base is not None and not (isinstance(made, type) and issubclass(made, base)):
-            raise TypeError(f"{made!r} can't be registered as {kind} {name!r}: it is no {base.__name__} subclass")
-        _table[kind, name] = made
+            raise TypeError(f"{made!r} can't be registered as {name!r}: it is no {base.__name__} subclass")
+        table[name] = made
         return made
 
     return add
 
 
-def _find(kind: str, name: str) -> Any | None:
-    found = _table.get((kind, name))
+def _find(table: Table, name: str) -> Any | None:
+    found = table.get(name)
     return resolve_name(found) if isinstance(found, str) else found
-
-
-def _names(kind: str) -> list[str]:
-    return sorted(name for each, name in _table if each == kind)
 
 
 class StorageManagerFactory:
@@ -72,7 +71,7 @@ class StorageManagerFactory:
         Raises:
             TypeError: the class is not a ``StorageManager``.
         """
-        return _register(_MANAGER, manager_type, StorageManager)
+        return _register(_managers, manager_type, StorageManager)
 
     @staticmethod
     def create(
@@ -98,7 +97,7 @@ class StorageClientFactory:
         Raises:
             TypeError: the class is not a ``StorageKVClient``.
         """
-        return _register(_CLIENT, client_type, StorageKVClient)
+        return _register(_clients, client_type, StorageKVClient)
 
     @staticmethod
     def create(client_type: str, config: Mapping[str, Any]) -> StorageKVClient:
@@ -107,9 +106,9 @@ class StorageClientFactory:
         Raises:
             UnknownBackendError: no client has this name; a ValueError, too.
         """
-        made = _find(_CLIENT, client_type)
+        made = _find(_clients, client_type)
         if made is None:
-            raise UnknownBackendError(f"Unknown StorageClient {client_type!r}. Known: {', '.join(_names(_CLIENT))}.")
+            raise UnknownBackendError(f"Unknown StorageClient {client_type!r}. Known: {', '.join(sorted(_clients))}.")
         client: StorageKVClient = made(config)
         return client
 
@@ -124,22 +123,22 @@ class StorageBootstrapProvider:
     @staticmethod
     def register_provider(name: str) -> Callable[[Made], Made]:
         """Decorator: call this function when a queue with this backend starts."""
-        return _register(_START, name)
+        return _register(_providers, name)
 
     @staticmethod
     def get_provider(name: str) -> Callable[[Any], Any] | None:
         """The backend's provider; None if it needs none."""
-        return _find(_START, name)
+        return _find(_providers, name)
 
 
 def resolve(name: str) -> type[StorageManager]:
     """Return the class of this backend."""
-    found: type[StorageManager] | None = _find(_MANAGER, name)
+    found: type[StorageManager] | None = _find(_managers, name)
     if found is None:
-        near = difflib.get_close_matches(str(name), _names(_MANAGER), n=1, cutoff=0.4)
+        near = difflib.get_close_matches(str(name), _managers, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise UnknownBackendError(
-            f"no storage backend {name!r}.{hint} Known: {', '.join(_names(_MANAGER))}. A backend of your own must be "
+            f"no storage backend {name!r}.{hint} Known: {', '.join(sorted(_managers))}. A backend of your own must be "
             f"registered in this process, too: import its module first."
         )
     return found
@@ -152,7 +151,7 @@ def is_of_units(name: str) -> bool:
 
 def path_of(name: str) -> str | None:
     """``module:class`` of this backend for another process; None if no other process can import it."""
-    found = _table[_MANAGER, name]
+    found = _managers[name]
     if isinstance(found, str):
         return found
     importable = found.__module__ != "__main__" and "<locals>" not in found.__qualname__
@@ -161,7 +160,7 @@ def path_of(name: str) -> str | None:
 
 def adopt(name: str, path: str) -> None:
     """Make a backend known that another process has registered."""
-    _table.setdefault((_MANAGER, name), path)
+    _managers.setdefault(name, path)
 
 
 def section_of(backend: Mapping[str, Any]) -> Any:
