@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -64,20 +64,12 @@ _MEMORY = ("memory",)
 _nbytes = attrgetter("nbytes")
 
 
-class _Room(NamedTuple):
-    """What a write, or a lease of memory for one, needs."""
-
-    indexes: IntArray
-    fields: Sequence[str]
-    nbytes: int
-    wait_s: float
-
-
 @dataclass(slots=True, eq=False)
 class _ForRoom(Wait):
-    """Waits for room. Its size is ``nbytes`` minus the values that it replaces."""
+    """A write to these indexes, or a lease for one, waits for room. Its size is ``nbytes`` minus what it replaces."""
 
-    room: _Room = field(kw_only=True)
+    nbytes: int = field(kw_only=True)
+    indexes: IntArray = field(kw_only=True)
 
 
 class StorageUnit:
@@ -176,7 +168,7 @@ class StorageUnit:
         return [
             {
                 "partition": None, "task": None, "client": wait.owner.client, "waited_s": now - wait.since,
-                "writer": True, "wanted": None, "wanted_nbytes": wait.room.nbytes,
+                "writer": True, "wanted": None, "wanted_nbytes": wait.nbytes,
             }
             for wait in self._waiting()
         ]  # fmt: skip
@@ -196,7 +188,7 @@ class StorageUnit:
             blocks=store.num_blocks,
             capacity_bytes=self._capacity,
             parked=len(waiting),
-            parked_nbytes=sum(wait.room.nbytes for wait in waiting),
+            parked_nbytes=sum(wait.nbytes for wait in waiting),
             arena_nbytes=0 if arena is None else arena.used_nbytes,
             recyclable_nbytes=0 if arena is None else arena.recyclable_nbytes,
             leased_nbytes=self._leased_nbytes,
@@ -240,12 +232,10 @@ class StorageUnit:
         cold = [
             column.pick(as_run(rows))
             for _, column, _, rows in (located if self._blocks.spilled_nbytes else ())
-            if self._is_on_disk(column) and (not in_place or is_copied_here(column, as_run(rows)))
+            if self._file is not None and self._file.holds(column.data)
+            if not in_place or is_copied_here(column, as_run(rows))
         ]
         return self._warm(call, request, cold) if cold else self._rows(call, located, in_place)
-
-    def _is_on_disk(self, column: WireColumn) -> bool:
-        return self._file is not None and self._file.holds(column.data)
 
     def _warm(self, call: Call, request: Read, cold: Iterable[WireColumn]) -> Steps:
         yield from warm(cold)
@@ -284,8 +274,7 @@ class StorageUnit:
         if self._arena is None:
             return LeasedMemory(request.id, -1)
         allocate = partial(self._allocate_lease, call, request.nbytes)
-        room = _Room(unpack_indexes(request.indexes), request.fields, request.nbytes, request.wait_s)
-        return self._when_room(call, room, allocate)
+        return self._when_room(call, request, request.nbytes, request.fields, allocate)
 
     def _allocate_lease(self, call: Call, nbytes: int) -> Reply:
         assert self._arena is not None
@@ -318,8 +307,7 @@ class StorageUnit:
         if rows.leased or self._capacity is None:
             return written()
         fields = [header.field for header in request.columns.headers]
-        room = _Room(rows.indexes, fields, sum(map(_nbytes, call.frames)), request.wait_s)
-        return self._when_room(call, room, written)
+        return self._when_room(call, request, sum(map(_nbytes, call.frames)), fields, written)
 
     def _written(self, call: Call, rows: RowsToWrite, fresh: bool) -> Reply:
         if fresh:  # nobody knows these indexes before they are published
@@ -334,8 +322,7 @@ class StorageUnit:
         rows.count_into(self.put_nbytes, self._arena)
 
     def _keep_aside(self, call: Call, rows: RowsToWrite) -> None:
-        for older in self.calls.take(call.client, call.number, UncommittedWrite):
-            older.undo()
+        self._drop_aside(call.client, call.number)
         uncommitted = UncommittedWrite(rows, self._uncommitted_over)
         self._uncommitted[uncommitted] = None
         self._uncommitted_nbytes += rows.nbytes
@@ -394,9 +381,9 @@ class StorageUnit:
     def _abort(self, call: Call, request: Abort) -> None:
         for number in request.writes:
             self.calls.stop_waiting(call.client, number)
-            for kind in (UncommittedWrite, StoredRows):
-                for each in self.calls.take(call.client, number, kind):
-                    each.undo()
+            self._drop_aside(call.client, number)
+            for stored in self.calls.take(call.client, number, StoredRows):
+                stored.undo()
 
     def _end_write(self, call: Call, request: EndWrite) -> Reply:
         self.end_write(request.client, request.call, request.published)
@@ -406,8 +393,12 @@ class StorageUnit:
         """The controller knows whether a write that its client left halfway is published."""
         if published:
             self.commit(client, number)
-        for each in self.calls.take(client, number, UncommittedWrite):
-            each.undo()
+        self._drop_aside(client, number)
+
+    def _drop_aside(self, client: str, number: int) -> None:
+        """What this call has kept aside is not published."""
+        for uncommitted in self.calls.take(client, number, UncommittedWrite):
+            uncommitted.undo()
 
     def _end_session(self, call: Call, request: EndSession) -> Reply:
         self.end_session(request.client, request.published)
@@ -420,8 +411,7 @@ class StorageUnit:
             self.commit(client, number)
         self.calls.end(client)
         for call in self.calls.of(client):
-            for each in self.calls.take(client, call.number, UncommittedWrite):
-                each.undo()
+            self._drop_aside(client, call.number)
 
     def _delete(self, call: Call, request: Delete) -> Reply:
         self.delete(unpack_indexes(request.indexes))
@@ -435,7 +425,7 @@ class StorageUnit:
             self._uncommitted_nbytes += rest.nbytes - uncommitted.write.nbytes
             uncommitted.write = rest
         for wait in self._waiting():  # writes for these samples that still wait for room are pointless now
-            if len(wait.room.indexes) and bool(np.isin(wait.room.indexes, indexes).all()):
+            if len(wait.indexes) and bool(np.isin(wait.indexes, indexes).all()):
                 wait.answer = _cleared
                 self.calls.waits.examine(wait)
         self._freed()
@@ -452,11 +442,13 @@ class StorageUnit:
 
     # ---- room ----
 
-    def _when_room(self, call: Call, room: _Room, carry_out: Callable[[], Reply]) -> Reply | Wait:
+    def _when_room(
+        self, call: Call, request: Write | LeaseMemory, nbytes: int, fields: Sequence[str],
+        carry_out: Callable[[], Reply],
+    ) -> Reply | Wait:  # fmt: skip
         """Run it now if it fits and no earlier request must come first; otherwise it waits."""
         if self._capacity is None:
             return carry_out()
-        indexes, fields, nbytes, wait_s = room
         if nbytes > self._capacity:
             raise StorageFullError(
                 f"a put of {nbytes} bytes can never fit storage unit {self.name!r} of {self._capacity} bytes. "
@@ -474,9 +466,11 @@ class StorageUnit:
                 return carry_out()
             return Failed(call.number, *to_wire(self._full(nbytes, self.calls.now - wait.since))) if wait.late else None
 
+        indexes = unpack_indexes(request.indexes)
         size = max(0, nbytes - (self._blocks.replaced_nbytes(indexes, fields) if len(indexes) else 0))
         self._blocks.look_for_disk()
-        return _ForRoom(_MEMORY, self.calls.now + wait_s, answer, size=size, room=room)
+        deadline = self.calls.now + request.wait_s
+        return _ForRoom(_MEMORY, deadline, answer, size=size, nbytes=nbytes, indexes=indexes)
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether so much fits now, and nothing waits that must come first."""
