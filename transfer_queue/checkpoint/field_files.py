@@ -54,24 +54,17 @@ class FieldWriter:
         self._directory = directory
         self._stem = stem
         self._ragged = ragged
-        self._dense: dict[Layout, Layout] = {}
         self._blocks: dict[Layout, _BlockWriter] = {}
 
     def add(self, samples: IntArray, placed: PlacedColumns) -> None:
         """Add values of these samples; positions refer to ``samples``."""
         by_block: dict[Layout, list[tuple[Positions, WireColumn]]] = {}
         for positions, column in placed:
-            by_block.setdefault(self._layout_for(column.layout), []).append((positions, column))
+            layout = column.layout.family if self._ragged else column.layout
+            by_block.setdefault(layout, []).append((positions, column))
         for layout, own in by_block.items():
             where, column = joined(own, layout)
             self._block(layout).add(samples[where], column)
-
-    def _layout_for(self, layout: Layout) -> Layout:
-        """The first dense shape of a family stays dense; all other shapes become ragged."""
-        if layout.kind != "dense" or not layout.shape:
-            return layout
-        first = layout.family if self._ragged else self._dense.setdefault(layout.family, layout)
-        return layout if layout == first else layout.family
 
     def _block(self, layout: Layout) -> _BlockWriter:
         if layout not in self._blocks:
