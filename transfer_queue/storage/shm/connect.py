@@ -31,7 +31,6 @@ class UnitConnection:
         self._trying = threading.Lock()  # held for as long as a unit may take to answer
         self._tried = not shared or arena_path(peer.address) is None
         self._arena: View | None = None
-        self._closed = False
 
     @property
     def arena(self) -> View | None:
@@ -39,10 +38,9 @@ class UnitConnection:
         if not self._tried:
             with self._trying:
                 if not self._tried:
-                    self._arena = map_arena(self.peer.address)
-                    self._tried = True
-                    if self._closed:  # meanwhile
-                        self._arena = None
+                    arena = map_arena(self.peer.address)
+                    if not self._tried:  # otherwise it was closed meanwhile
+                        self._arena, self._tried = arena, True
         return self._arena
 
     @property
@@ -54,7 +52,7 @@ class UnitConnection:
 
     def close(self) -> None:
         """Unmap the arena once nothing refers to it."""
-        self._closed = self._tried = True
+        self._tried = True
         self._arena = None
 
 
