@@ -249,9 +249,8 @@ class _Helper:
     def __init__(self, chunks: _Chunks, errors: list[BaseException]) -> None:
         self._chunks = chunks
         self._errors = errors
-        self._started = self._ended = False
-        self._over = threading.Lock()
-        self._over.acquire()
+        self._started = False
+        self._over = threading.Event()
 
     def start(self) -> None:
         """Raises RuntimeError if no thread is available."""
@@ -264,13 +263,12 @@ class _Helper:
         except BaseException as error:  # raised again by the thread that waits for this one
             self._errors.append(error)
         finally:
-            self._ended = True
-            self._over.release()
+            self._over.set()
 
     def wait(self) -> None:
         """After this the helper writes no more. All chunks must have been taken, because it may still start later."""
-        while self._started and not self._ended:  # Ctrl-C may have come between its end and the note of it
-            self._over.acquire()
+        if self._started:
+            self._over.wait()
 
 
 def _drain(chunks: _Chunks) -> None:
