@@ -69,9 +69,10 @@ def _partitions(state: SavedState, nbytes: dict[tuple[str, str], int]) -> dict[s
             empty = {"samples": 0, "keys": 0, "sealed": section.sealed, "fields": {}, "tasks": {}}
             _add(found.setdefault(section.name, empty), section)
     for partition, described in found.items():
-        fields = {name: field for name, field in described["fields"].items() if field["samples"]}
         described["fields"] = {
-            name: field | {"nbytes": nbytes.get((partition, name), 0)} for name, field in fields.items()
+            name: field | {"nbytes": nbytes.get((partition, name), 0)}
+            for name, field in described["fields"].items()
+            if field["samples"]
         }
     return found
 

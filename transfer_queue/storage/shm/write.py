@@ -50,16 +50,14 @@ class UnitWrite:
         self._count = rows.stop - rows.start
         self._columns = columns
         self._arena = connection.arena
-        self._sizes = self._sizes_in_arena(inline_nbytes)
+        self._sizes = {} if self._arena is None else self._sizes_in_arena(inline_nbytes)
         self._offset = -1
         self.lease_call = 0
         """The call that leases memory for it; 0: none."""
 
     def _sizes_in_arena(self, inline_nbytes: int) -> dict[str, int]:
-        """Bytes of the fields that go to the arena; none if frames are cheaper, or without an arena."""
+        """Bytes of the fields that go to the arena; none if frames are cheaper."""
         sizes: dict[str, int] = {}
-        if self._arena is None:
-            return sizes
         for name, column in self._columns.items():
             sizes[name] = column.nbytes_of(self._rows)
         if sum(sizes.values()) <= inline_nbytes:
