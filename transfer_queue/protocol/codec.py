@@ -231,20 +231,17 @@ def _with_name(text: str, data: bytes | memoryview, kinds: dict[str, type[msgspe
     if location is None:
         return None
     try:
-        value, names, rest = msgspec.msgpack.decode(data)[1], [], ""
+        value = msgspec.msgpack.decode(data)[1]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # behind that location there may be anything
         return None
+    name, of, rest = "", "", ""
     for step in _STEP.findall(location[1]):
         kind = kinds.get(str(value[0])) if isinstance(value, list) and value and not rest else None
         if kind is not None and step.isdecimal() and int(step):
-            names.append(f"{kind.__struct_fields__[int(step) - 1]} of {kind.__name__}")
-            value = value[int(step)]
+            name, of, value = kind.__struct_fields__[int(step) - 1], kind.__name__, value[int(step)]
         else:
             rest += f"[{step}]"
-    if not names:
-        return None
-    name, _, of = names[-1].partition(" of ")
-    return f"{name}{rest} of {of}: {text[: location.start()]}"
+    return f"{name}{rest} of {of}: {text[: location.start()]}" if name else None
 
 
 def check_version(hello: Hello) -> None:
