@@ -21,7 +21,6 @@ from omegaconf import DictConfig, OmegaConf
 from transfer_queue.config import FullConfig, to_plain, typed
 from transfer_queue.errors import ConfigError, LaunchError, RemoteError, SamplerError, TransferQueueError, from_wire
 from transfer_queue.launch.directories import short_directory
-from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.sampler.registry import as_sampler
 from transfer_queue.server.orders import Orders
 from transfer_queue.storage.backends import StorageBootstrapProvider, is_of_units, path_of, resolve
@@ -137,7 +136,8 @@ class LocalQueue(Servers):
         common = self._orders(conf, sampler, capacity)
         own = replace(common, controller=True, unit=next(iter(units)) if together else None, listen=config.listen)
         if first is None:
-            conf.listen = self._serve_in_thread(own, as_sampler(conf.controller.sampler)) or conf.listen
+            own = replace(own, sampler=as_sampler(conf.controller.sampler))
+            conf.listen = self._serve_in_thread(own) or conf.listen
         else:
             send_orders(first, own)
             conf.listen = await_ready(first).get("listening") or conf.listen
@@ -157,7 +157,7 @@ class LocalQueue(Servers):
             parent=self._owner, inline_nbytes=self._inline_nbytes,
         )  # fmt: skip
 
-    def _serve_in_thread(self, orders: Orders, sampler: BaseSampler) -> str | None:
+    def _serve_in_thread(self, orders: Orders) -> str | None:
         """Serve the controller in this process, for a sampler that can't be sent (of ``__main__``, or with live
         objects). Returns the address for other hosts.
         """
@@ -165,7 +165,7 @@ class LocalQueue(Servers):
 
         server = SocketServer(self.address)
         with ExitStack() as opened:
-            front, listening = open_front(server, orders, sampler, opened)
+            front, listening = open_front(server, orders, opened)
             ending = opened.pop_all()
 
         def serve() -> None:

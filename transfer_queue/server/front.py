@@ -43,17 +43,17 @@ class Front:
         """``make_janitor``: called once there are storage units in other processes. ``turn``: else the plane's."""
         self.plane = plane
         self.unit = unit
-        self.disconnect: Callable[[str], None] | None = None
+        self.disconnect: Callable[[str], object] = _nothing
         """Closes a client's connections; set by the server that this handler belongs to."""
         self.connections: Callable[[], dict[str, int]] = dict
         """How many connections each client has; set likewise."""
-        self.watch: Callable[[int, int | None, Callable[[], None]], object] | None = None
+        self.watch: Callable[[int, int | None, Callable[[], None]], object] = _nothing
         """Calls back when a process of this host has ended; set likewise."""
         self.alarms: Callable[[], list[dict[str, Any]]] = list
         self.meter = Meter()
         self._make_janitor = make_janitor
         self._janitor: Janitor | None = None
-        self._conf = conf
+        self.conf = conf
         self._welcome = json.dumps(conf).encode()
         self._said_goodbye: set[str] = set()  # clients that are still connected
         self._pids: dict[str, tuple[int, int | None]] = {}
@@ -78,14 +78,9 @@ class Front:
             verbs[AskUnitStats] = self._unit_stats
         return verbs
 
-    def metrics_endpoint(self) -> str | None:
-        """ "host:port" of the queue's metrics; None without."""
-        endpoint: str | None = self._conf["metrics"].get("endpoint")
-        return endpoint
-
     def listens_at(self, address: str) -> None:
         """Set the address for other hosts, which clients get with the configuration."""
-        self._welcome = json.dumps({**self._conf, "listen": address}).encode()
+        self._welcome = json.dumps({**self.conf, "listen": address}).encode()
 
     def start_janitor(self) -> None:
         """There are storage units in other processes, where a janitor ends writes and sessions."""
@@ -261,20 +256,16 @@ class Front:
     def _evict(self, call: Call, request: p.EvictClient) -> p.Reply:
         assert self.plane is not None
         memberships.check_evict(self.plane.state, call, request)
-        evicted = request.client
+        evicted, unit = request.client, self.unit
         held = bool(self.calls.of(evicted))
-        if self.unit is not None:
-            self._keep_memory(self.unit, evicted)
+        if unit is not None:
+            # It may live, and still copy into its leases or from its pins: that memory stays its own while it does.
+            unit.evict(evicted)
+            if evicted in self._pids:
+                self.watch(*self._pids[evicted], lambda: unit.process_gone(evicted))
         self._end_session(evicted, True)
-        if self.disconnect is not None:
-            self.disconnect(evicted)
+        self.disconnect(evicted)
         return p.Done(request.id, held)
-
-    def _keep_memory(self, unit: StorageUnit, client: str) -> None:
-        """It may live, and still copy into its leases or from its pins: that memory stays its own while it does."""
-        unit.evict(client)
-        if self.watch is not None and client in self._pids:
-            self.watch(*self._pids[client], lambda: unit.process_gone(client))
 
     def _stats(self, call: Call, request: p.GetStats) -> p.Reply:
         assert self.plane is not None
@@ -391,6 +382,10 @@ class _ComposedCalls:
             call.values = [p.encode(rows), *call.values]
             return batch
         return rows
+
+
+def _nothing(*_: object) -> None:
+    """Of a front without a server."""
 
 
 def _publication(put: p.Put, indexes: bytes) -> p.Publish:

@@ -24,7 +24,6 @@ from transfer_queue.errors import QueueUnreachableError, TransferQueueError, to_
 
 if TYPE_CHECKING:
     from transfer_queue.config import SharedMemoryConfig
-    from transfer_queue.sampler.base import BaseSampler
     from transfer_queue.server.exporter import Exporter
     from transfer_queue.server.front import Front
     from transfer_queue.server.orders import Orders
@@ -55,8 +54,8 @@ def main(orders: Orders, ready: Callable[[str | None, str | None], None]) -> Non
     _stop_with(server, orders)
     with ExitStack() as ending:
         ending.callback(_tidy_up, server, orders)
-        front, listening = open_front(server, orders, orders.sampler, ending)
-        ready(listening, front.metrics_endpoint())
+        front, listening = open_front(server, orders, ending)
+        ready(listening, front.conf["metrics"].get("endpoint"))
         collect_rarely()
         server.serve(front)
 
@@ -68,21 +67,17 @@ def _tidy_up(server: SocketServer, orders: Orders) -> None:
             os.rmdir(orders.directory)
 
 
-def open_front(
-    server: SocketServer, orders: Orders, sampler: str | dict[str, Any] | BaseSampler | None, ending: ExitStack
-) -> tuple[Front, str | None]:
+def open_front(server: SocketServer, orders: Orders, ending: ExitStack) -> tuple[Front, str | None]:
     """What ``server`` is to serve, and the address for other hosts.
 
-    Args:
-        sampler: The default one of tasks, where it can't be sent in the orders.
-        ending: Gets what ends the rest once nothing is served any more.
+    ``ending`` gets what ends the rest once nothing is served any more.
     """
     exporter = _export(orders)
     if exporter is not None:
         ending.callback(exporter.close)
         metrics = {**orders.conf["metrics"], "endpoint": exporter.endpoint}
         orders = replace(orders, conf={**orders.conf, "metrics": metrics})
-    front = _make_front(server, orders, sampler, ending)
+    front = _make_front(server, orders, ending)
     listening = _listen(server, front, orders)
     _join(server, front, listening, orders, ending)
     return front, listening
@@ -142,9 +137,7 @@ def _join(server: SocketServer, front: Front, listening: str | None, orders: Ord
     member.join(addresses, capacity, lost)
 
 
-def _make_front(
-    server: SocketServer, orders: Orders, sampler: str | dict[str, Any] | BaseSampler | None, ending: ExitStack
-) -> Front:
+def _make_front(server: SocketServer, orders: Orders, ending: ExitStack) -> Front:
     """The handler for this server."""
     from transfer_queue.calls import Turn
     from transfer_queue.config import preallocated_samples
@@ -158,7 +151,7 @@ def _make_front(
     unit = None if orders.unit is None else _unit(server, orders.unit, orders)
     plane = None
     if orders.controller:
-        settings = plane_config(orders.config, sampler, preallocated_samples())
+        settings = plane_config(orders.config, orders.sampler, preallocated_samples())
         plane = ControlPlane(replace(settings, server=secrets.randbelow(2**24)))
 
     def janitor() -> Janitor:

@@ -29,8 +29,8 @@ class Orders:
     """``tcp://HOST:PORT``, where programs of other hosts come."""
     key_file: str | None = None
     """Of the keys for ``listen`` and ``join``. None: no encryption."""
-    sampler: str | dict[str, Any] | None = None
-    """The default sampler of tasks, by name or as ``BaseSampler.spec``."""
+    sampler: Any = None
+    """The default sampler of tasks: by name, as ``BaseSampler.spec``, or itself where they stay in this process."""
     sys_path: list[str]
     """Where modules are found, for samplers and backends of the user's own."""
     backend_path: str | None = None

@@ -35,23 +35,20 @@ class Alarms:
             return False
         if now - self._since < self._held_s:
             return False
-        is_new, alarm = self._current is None, self._current or {"number": self._count + 1, "what": running}
-        alarm.update(held_s=now - self._since, at=now)
-        if is_new:
+        if is_new := self._current is None:
             self._count += 1
-            self._alarms.append(alarm)
-        self._current = alarm
+            self._current = {"number": self._count, "what": running}
+        self._current.update(held_s=now - self._since, at=now)
+        if is_new:
+            self._alarms.append(self._current)
         return is_new
 
     def latest(self, now: float) -> list[dict[str, Any]]:
         """What held the server, for how long, and how long ago that was noticed last; numbered from 1."""
-        return [
-            {
-                "number": alarm["number"], "what": alarm["what"], "held_s": alarm["held_s"],
-                "seen_s_ago": now - alarm["at"],
-            }
-            for alarm in list(self._alarms)
-        ]  # fmt: skip
+        alarms = [dict(alarm) for alarm in list(self._alarms)]
+        for alarm in alarms:
+            alarm["seen_s_ago"] = now - alarm.pop("at")
+        return alarms
 
 
 class Watchdog:
