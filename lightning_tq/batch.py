@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,19 +73,17 @@ class TQBatch:
         """
         copies, self._copies = self._copies or [None, None], None
         options: dict[str, Any] = {} if non_blocking is None else {"non_blocking": non_blocking}
-        moved = [
+        moved: list[Any] = [
             copy.finish() if copy is not None and copy.side.device == torch.device(device)
             else None if values is None else values.to(device, **options)
             for values, copy in zip((self.data, self.heads), copies, strict=True)
         ]  # fmt: skip
-        return self._with(self.meta, *moved)
-
-    def _with(self, meta: BatchMeta, data: Any, heads: Any) -> TQBatch:
-        return TQBatch(data, meta, self.position, heads)
+        return TQBatch(moved[0], self.meta, self.position, moved[1])
 
     def pin_memory(self) -> TQBatch:
         """The same batch with its values in page-locked memory."""
-        return self._with(self.meta, self.data.pin_memory(), None if self.heads is None else self.heads.pin_memory())
+        heads = None if self.heads is None else self.heads.pin_memory()
+        return TQBatch(self.data.pin_memory(), self.meta, self.position, heads)
 
     def select(self, rows: list[int]) -> TQBatch:
         """A batch of these rows only, with the heads of their groups."""
@@ -92,7 +91,7 @@ class TQBatch:
         if self.heads is not None:
             numbers = self.meta.group_index
             heads = _selected(self.heads, list(dict.fromkeys(numbers[row] for row in rows)))
-        return self._with(self.meta.select_samples(rows), _selected(self.data, rows), heads)
+        return TQBatch(_selected(self.data, rows), self.meta.select_samples(rows), self.position, heads)
 
     # Unpacking uses __getitem__ only. With __iter__, Lightning would walk into the batch to find its size, and a
     # BatchMeta iterates over one-row BatchMetas without end.
@@ -146,14 +145,8 @@ class UnfetchedBatch:
     """
 
     def __init__(self, wait: Callable[[], TQBatch]) -> None:
-        self._wait = wait
-        self._batch: TQBatch | None = None
-
-    def fetch(self) -> TQBatch:
-        """Wait for the batch. Raises StopIteration at the end of the stream."""
-        if self._batch is None:
-            self._batch = self._wait()
-        return self._batch
+        self.fetch = cache(wait)
+        """Wait for the batch, once. Raises StopIteration at the end of the stream."""
 
     def to(self, device: torch.device | str | int, non_blocking: bool | None = None) -> TQBatch:
         """The batch, on that device."""

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-import torch
-
 import transfer_queue as tq
 from lightning_tq.checks import check_int
 from transfer_queue import EndOfPartitionError, KeysTimeoutError, TransferQueueClient
@@ -157,16 +155,8 @@ def _columns(number: int, rows: list[Row], tags: frozenset[str]) -> tuple[dict[s
                 f"row {number + at} has {sorted(row)}, where others have {sorted(names)} and tags are "
                 f"{sorted(tags)}. All rows must have the same entries."
             )
-    columns = {name: _column([row[name] for row in rows]) for name in names if name not in tags}
+    columns = {name: [row[name] for row in rows] for name in names if name not in tags}
     return columns, [{name: row[name] for name in tags} for row in rows]
-
-
-def _column(values: list[Any]) -> Any:
-    if not all(isinstance(value, torch.Tensor) for value in values):
-        return values
-    if len({value.shape for value in values}) == 1:
-        return torch.stack(values)
-    return torch.nested.as_nested_tensor(values, layout=torch.jagged)
 
 
 def _from(rows: Any, start: int) -> Iterator[Row]:

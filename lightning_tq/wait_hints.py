@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -34,30 +34,22 @@ Found = tuple[str, str] | None
 """A hint: its key, for each of which one text is logged, and the text."""
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class WaitHints:
     """Looks at each wait every 10 s. It asks the queue then, in the watchdog's thread."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        client: TransferQueueClient,
-        running: Callable[[], Sequence[ProducerProcess] | None],
-        clears_finished: bool,
-        warn_once: Callable[[str, str], None],
-    ) -> None:
-        """Args:
-        running: This run's producer processes that have not ended; None: none was started here.
-        clears_finished: Whether the run clears finished partitions.
-        warn_once: Takes a key and a text, and logs one text per key.
-        """
-        self.note = ""
-        """A sentence for waits for a partition that is not in the queue: why no producer of this run fills it."""
-        self.trainer = trainer
-        self.clears_finished = clears_finished
-        self._client = client
-        self._running = running
-        self._warn_once = warn_once
-        self._looks: dict[str, int] = {}  # during the current wait, by label of the reader
+    trainer: Trainer
+    client: TransferQueueClient
+    running: Callable[[], Sequence[ProducerProcess] | None]
+    """This run's producer processes that have not ended; None: none was started here."""
+    clears_finished: bool
+    """Whether the run clears finished partitions."""
+    warn_once: Callable[[str, str], None]
+    """Takes a key and a text, and logs one text per key."""
+    note: str = ""
+    """A sentence for waits for a partition that is not in the queue: why no producer of this run fills it."""
+    _looks: dict[str, int] = field(default_factory=dict)
+    """During the current wait, by label of the reader."""
 
     def look(self, readers: Iterable[StreamReader]) -> None:
         """Warn of readers that wait for too long."""
@@ -68,11 +60,11 @@ class WaitHints:
             self._looks[reader.label] = due
 
     def _explain(self, reader: StreamReader, partition: str, due: int) -> None:
-        running = self._running()  # before the statistics, which then have all that ended producers have put
+        running = self.running()  # before the statistics, which then have all that ended producers have put
         try:
-            stats, units = self._client.get_stats(), []
+            stats, units = self.client.get_stats(), []
             with suppress(TransferQueueError):  # a unit may be gone
-                units = self._client.get_storage_stats()
+                units = self.client.get_storage_stats()
         except TransferQueueError:  # the stream itself reports that
             return
         stream = reader.stream
@@ -88,7 +80,7 @@ class WaitHints:
         wait = StreamWait(self, reader, partition, own, puts, stats["partitions"], running, starting)
         repeats = (starting or (not wait.about and self.trainer.state.fn != TrainerFn.FITTING)) and due >= _REPEAT_EVERY
         for key, text in islice(filter(None, (hint(wait) for hint in _HINTS)), 1):
-            self._warn_once(f"{key} {due // _REPEAT_EVERY}" if repeats else key, text)
+            self.warn_once(f"{key} {due // _REPEAT_EVERY}" if repeats else key, text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ class FitReport(Callback):
         self.first = TrainingTime(0.0, 0.0)
         """When the first batch had come."""
         self._since = time.perf_counter()
-        self._paused_at: float | None = None
+        self._paused_at = 0.0
         self._batches = 0
 
     @staticmethod
@@ -64,9 +64,7 @@ class FitReport(Callback):
         self._paused_at = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._paused_at is not None:
-            self._since += time.perf_counter() - self._paused_at
-            self._paused_at = None
+        self._since += time.perf_counter() - self._paused_at
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         run = Run.find(trainer)

@@ -4,16 +4,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from tensordict import NonTensorStack
 
 from lightning_tq.batch import meta_of
 from lightning_tq.checks import are_names, check_choice, check_int
@@ -117,23 +115,20 @@ def _freeing_space(run: Run) -> Iterator[None]:
     if not tasks or reader.progress.partition is None:
         yield
         return
-    clear = partial(run.client.clear_consumed, reader.progress.partition, tasks)
-    over = threading.Event()
-    thread = threading.Thread(target=_repeat, args=(clear, over), name="lightning-tq-clearing", daemon=True)
+    partition, over = reader.progress.partition, threading.Event()
+
+    def clear() -> None:
+        with suppress(TransferQueueError):  # the put gets the same error
+            while not over.wait(_CLEAR_EVERY_S):
+                run.client.clear_consumed(partition, tasks)
+
+    thread = threading.Thread(target=clear, name="lightning-tq-clearing", daemon=True)
     thread.start()
     try:
         yield
     finally:
         over.set()
         thread.join()
-
-
-def _repeat(clear: Callable[[], object], over: threading.Event) -> None:
-    while not over.wait(_CLEAR_EVERY_S):
-        try:
-            clear()
-        except TransferQueueError:
-            return  # the put gets the same error
 
 
 def put_back(client: TransferQueueClient, meta: BatchMeta, values: Mapping[str, Any]) -> None:
@@ -157,12 +152,12 @@ def put_back(client: TransferQueueClient, meta: BatchMeta, values: Mapping[str, 
 
 
 def _rows(name: str, value: Any, samples: int) -> Any:
-    """The value as a column on this host, without a graph, checked to have one row per sample."""
+    """The value as a column, checked to have one row per sample. A tensor comes to this host in one copy."""
     count = None
     if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim:
         count = value.size(0) if isinstance(value, torch.Tensor) else len(value)  # len() fails for some nested tensors
     elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        count, value = len(value), _joined(value)
+        count = len(value)
     if count != samples:
         what = f"a single {type(value).__name__}" if count is None else f"{count} rows"
         raise InvalidRequestError(
@@ -170,14 +165,3 @@ def _rows(name: str, value: Any, samples: int) -> Any:
             f"tensor of shape [{samples}, ...], a nested tensor, or a list."
         )
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
-
-
-def _joined(rows: Sequence[Any]) -> Any:
-    """One tensor, where these are tensors of one dtype and rank; otherwise they stay objects."""
-    are_tensors = all(isinstance(row, torch.Tensor) and not row.is_nested for row in rows)
-    if not are_tensors or len({(row.dtype, row.ndim) for row in rows}) > 1:
-        return NonTensorStack(*rows)
-    if len({row.shape for row in rows}) == 1:
-        return torch.stack(list(rows))
-    only_lengths = len({row.shape[1:] for row in rows}) == 1
-    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged if only_lengths else torch.strided)

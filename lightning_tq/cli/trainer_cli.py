@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NamedTuple, NoReturn
 
 from jsonargparse import set_parsing_settings
@@ -288,7 +289,6 @@ def _first_unknown(key: str, known: list[str]) -> tuple[str, list[str]]:
 
 
 def _parameters(class_path: str) -> list[str]:
-    module, _, name = class_path.rpartition(".")
-    parameters = inspect.signature(getattr(import_module(module), name)).parameters.values()
+    parameters = inspect.signature(resolve_name(class_path)).parameters.values()
     skip = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [parameter.name for parameter in parameters if parameter.kind not in skip]

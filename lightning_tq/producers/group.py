@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -152,7 +152,8 @@ class ProducerProcess:
         self.popen = started.result()
         assert self.popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has already ended; failure() reports how
-            producer.start_order(worker).write(self.popen.stdin)
+            # As a dict: the module that reads it runs as __main__, and would be imported twice for its own class.
+            pickle.dump(asdict(producer.start_order(worker)), self.popen.stdin)
             self.popen.stdin.close()
 
     def _run(self, environment: Mapping[str, str], started: Future[subprocess.Popen[bytes]]) -> None:

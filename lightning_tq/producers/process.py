@@ -12,11 +12,11 @@ import pickle
 import signal
 import sys
 import traceback
-import types
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing import spawn
-from typing import IO, Any
+from operator import attrgetter
+from typing import Any
 
 IMPORTING_MAIN = "TQ_IMPORTING_MAIN"
 """Environment variable that is set while a producer process runs the trainer's main program to find its function."""
@@ -40,14 +40,6 @@ class StartOrder:
     to processes that it spawns. The program may define the function, and may read its arguments when imported."""
     parent: int
     """Process id of the trainer."""
-
-    def write(self, stream: IO[bytes]) -> None:
-        # As a dict, because the reading module runs as __main__ and would be imported twice for its own class.
-        stream.write(pickle.dumps(asdict(self)))
-
-    @classmethod
-    def read(cls, stream: IO[bytes]) -> StartOrder:
-        return cls(**pickle.load(stream))
 
 
 def main(order: StartOrder) -> None:
@@ -86,16 +78,19 @@ def _end_with_parent(parent: int) -> None:
 
 def _find_function(order: StartOrder, path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
-    found: Any = _main_module(order, path) if module == "__main__" else importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
+    if module == "__main__":
+        _run_main_program(order, path)
+    found: Any = attrgetter(name)(importlib.import_module(module))
     if not callable(found):
         raise TypeError(f"producer target {path!r} is {found!r}, which is not a function.")
     return found  # type: ignore[no-any-return]
 
 
-def _main_module(order: StartOrder, path: str) -> types.ModuleType:
-    """The trainer's main program, run under another name so that its ``if __name__ == "__main__"`` block is skipped."""
+def _run_main_program(order: StartOrder, path: str) -> None:
+    """Run the trainer's, under another name so that its ``if __name__ == "__main__"`` block is skipped.
+
+    Then it is the module ``__main__``: arguments were pickled with classes of it.
+    """
     port = os.environ.get(_PORT)
     # With such a port a process group that the program starts fails at once. Otherwise it would wait for other ranks.
     os.environ.update({IMPORTING_MAIN: path, _PORT: "-1"})
@@ -107,7 +102,6 @@ def _main_module(order: StartOrder, path: str) -> types.ModuleType:
     del os.environ[IMPORTING_MAIN]
     if os.environ.pop(_PORT) == "-1" and port is not None:
         os.environ[_PORT] = port
-    return sys.modules["__main__"]  # arguments were pickled with classes of it
 
 
 def _worker_numbers(function: Callable[..., Any], order: StartOrder) -> dict[str, int]:
@@ -118,7 +112,7 @@ def _worker_numbers(function: Callable[..., Any], order: StartOrder) -> dict[str
 
 if __name__ == "__main__":
     try:
-        _order = StartOrder.read(sys.stdin.buffer)
+        _order = StartOrder(**pickle.load(sys.stdin.buffer))
     except EOFError:  # such as a rank that a main program starts while a producer process imports it
         sys.exit("this program is started by a run, which writes an order to its standard input.")
     main(_order)

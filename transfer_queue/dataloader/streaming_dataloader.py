@@ -8,7 +8,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -176,48 +176,49 @@ class StreamingDataLoader(DataLoader[Any]):
         self.stream.load_state_dict(state)
 
 
+@dataclass(eq=False, repr=False)
 class WorkerTurn:
     """Iterates over the bundles that torch's iterator receives from the workers, until the turn ends."""
 
-    def __init__(
-        self, bundles: Any, cursor: Cursor, iteration: int, keep: bool, should_stop: Callable[[], bool] | None
-    ) -> None:
-        """``keep``: the workers also serve the next iteration. ``should_stop`` can only be called in this process."""
-        self._bundles = bundles
-        self._cursor = cursor
-        self._iteration = iteration
-        self._keep = keep
+    bundles: Any
+    cursor: Cursor
+    iteration: int
+    keep: bool
+    """The workers also serve the next iteration."""
+    should_stop: Callable[[], bool] | None
+    """It can only be called in this process."""
+
+    def __post_init__(self) -> None:
         self._ended = threading.Event()
         self._watcher: threading.Thread | None = None
-        if should_stop is not None:
-            self._watcher = threading.Thread(
-                target=self._watch, args=(should_stop,), name="transfer-queue-should-stop", daemon=True
-            )
+        if self.should_stop is not None:
+            self._watcher = threading.Thread(target=self._watch, name="transfer-queue-should-stop", daemon=True)
             self._watcher.start()
 
     def __iter__(self) -> Iterator[Any]:
         # Kept workers serve one iterator at a time: an older one must not take the newer one's items.
-        while not self._cursor.is_over(self._iteration):
+        while not self.cursor.is_over(self.iteration):
             try:
-                yield next(self._bundles)
+                yield next(self.bundles)
             except StopIteration:
                 return
 
-    def _watch(self, should_stop: Callable[[], bool]) -> None:
+    def _watch(self) -> None:
+        assert self.should_stop is not None
         while not self._ended.wait(_LOOK_EVERY_S):
-            if should_stop():
-                self._cursor.cancel(self._iteration)
+            if self.should_stop():
+                self.cursor.cancel(self.iteration)
                 return
 
     def end(self, failed: bool = False) -> None:
         """End the workers' waits, and the workers too unless they are kept and nothing failed. Idempotent."""
         self._ended.set()
-        self._cursor.cancel(self._iteration)
+        self.cursor.cancel(self.iteration)
         if self._watcher is not None:
             self._watcher.join()
-        if failed or not self._keep:
+        if failed or not self.keep:
             # The garbage collector is not enough: after an error, the traceback keeps torch's iterator alive.
-            self._bundles._shutdown_workers()
+            self.bundles._shutdown_workers()
 
 
 @functools.cache

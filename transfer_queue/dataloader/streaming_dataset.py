@@ -6,11 +6,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
-import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import cache
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -277,8 +277,7 @@ class StreamingDataset(IterableDataset[Any]):
     def _own_client(self) -> TransferQueueClient:
         if self._client is None or self._client[0] != os.getpid():
             client = connect(f"StreamingDataset_{self.task_name}_{self.dp_rank}", self.config, layout=self.layout)
-            close = weakref.finalize(self, _close_in_process, client, os.getpid())
-            self._client = (os.getpid(), client, close)
+            self._client = (os.getpid(), client, Finalize(self, client.close))  # which a fork's copy ignores
         return self._client[1]
 
     def close(self) -> None:
@@ -314,11 +313,6 @@ def _end_with_loader() -> None:
 def _config_of_this_process() -> DictConfig:
     get_client()  # raises if there is neither a queue nor TQ_ADDRESS; init() would start a queue
     return init()
-
-
-def _close_in_process(client: TransferQueueClient, pid: int) -> None:
-    if os.getpid() == pid:
-        client.close()
 
 
 def _check_sizes(batch_size: int | None, micro_batch_size: int | None) -> None:

@@ -174,7 +174,8 @@ class LocalQueue(Servers):
 
         thread = threading.Thread(target=serve, name="tq-controller", daemon=True)
         thread.start()
-        self._ending.callback(_end_thread, server, thread)
+        self._ending.callback(thread.join, _STOP_TIMEOUT_S)
+        self._ending.callback(server.stop)
         return listening
 
 
@@ -203,11 +204,6 @@ def keys_for(config: FullConfig, directory: str) -> str | None:
 
         write_keys(path)
     return path
-
-
-def _end_thread(server: SocketServer, thread: threading.Thread) -> None:
-    server.stop()
-    thread.join(_STOP_TIMEOUT_S)
 
 
 def _end_process(process: subprocess.Popen[str]) -> None:

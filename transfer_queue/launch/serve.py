@@ -111,7 +111,8 @@ def member_orders(conf: DictConfig, join: str, directory: str, memory: int | Non
     if config.encryption == "none":
         conf.key_file = keys_for(config, directory)
     key_file = conf.key_file
-    running = merge(_config_of(join, key_file))
+    with closing(Session("server", Peer("controller", join), key_file)) as session:
+        running = merge(run_blocking(session.plain_config()))
     _check_of_units(running.backend.storage_backend)
     running.backend.SimpleStorage.ssd_offload = conf.backend.SimpleStorage.ssd_offload
     name = f"{socket.gethostname()}-{os.getpid()}"
@@ -128,9 +129,3 @@ def _check_of_units(backend: str) -> None:
             f"values of storage backend {backend!r} don't lie in servers of the queue, so none can be served: start "
             f"the queue by init() in a program."
         )
-
-
-def _config_of(address: str, key_file: str | None) -> dict[str, Any]:
-    """The configuration of the queue at this address."""
-    with closing(Session("server", Peer("controller", address), key_file)) as session:
-        return run_blocking(session.plain_config())

@@ -77,13 +77,11 @@ class PartsReader:
         return b"".join(taken)
 
     def recvmsg_into(self, buffers: Iterable[Any]) -> tuple[int, Any, Any, Any]:
-        """See ``framing.ByteSource``. It fills the first buffer only."""
-        buffer, at = next(iter(buffers)), 0
-        while self._left and at < len(buffer):
-            taken = self._take(len(buffer) - at)
-            buffer[at : at + len(taken)] = taken
-            at += len(taken)
-        return at, [], 0, None
+        """See ``framing.ByteSource``. It fills the first buffer only, from one part."""
+        buffer = next(iter(buffers))
+        taken = self._take(len(buffer))
+        buffer[: len(taken)] = taken
+        return len(taken), [], 0, None
 
     def _take(self, size: int) -> memoryview:
         taken = self._left[0][:size]
