@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from tensordict import NonTensorStack
 
 from lightning_tq.batch import meta_of
 from lightning_tq.checks import are_names, check_choice, check_int
@@ -158,6 +159,8 @@ def _rows(name: str, value: Any, samples: int) -> Any:
         count = value.size(0) if isinstance(value, torch.Tensor) else len(value)  # len() fails for some nested tensors
     elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         count = len(value)
+        if not all(isinstance(row, torch.Tensor) for row in value):
+            value = NonTensorStack(*value)  # numbers stay what they are, too
     if count != samples:
         what = f"a single {type(value).__name__}" if count is None else f"{count} rows"
         raise InvalidRequestError(

@@ -27,19 +27,17 @@ def short_directory(prefix: str) -> str:
     """
     longest = _MAX_PATH_NBYTES - len(os.fsencode(f"/{prefix}{SUFFIX}/")) - _RANDOM_NBYTES - _NAME_NBYTES
     tried: dict[str, str] = {}
-    for parent in (tempfile.gettempdir(), environment_text("XDG_RUNTIME_DIR", ""), "/tmp", "/var/tmp"):
-        if not parent or parent in tried:
-            continue
+    parents = (tempfile.gettempdir(), environment_text("XDG_RUNTIME_DIR", ""), "/tmp", "/var/tmp")
+    for parent in dict.fromkeys(filter(None, parents)):
         if len(os.fsencode(os.path.abspath(parent))) > longest:
             tried[parent] = f"longer than {longest} bytes"
-            continue
-        if len(parent.split()) > 1:
+        elif len(parent.split()) > 1:
             tried[parent] = "has blanks"
-            continue
-        try:
-            return make_locked(prefix, os.path.abspath(parent))
-        except OSError as error:
-            tried[parent] = error.strerror or str(error)
+        else:
+            try:
+                return make_locked(prefix, os.path.abspath(parent))
+            except OSError as error:
+                tried[parent] = error.strerror or str(error)
     found = "; ".join(f"{parent}: {reason}" for parent, reason in tried.items())
     raise LaunchError(
         f"there is no directory for the queue's sockets ({found}). Set TMPDIR to a short path that is writable."
