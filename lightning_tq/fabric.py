@@ -93,7 +93,6 @@ class FabricLoader:
         self._join_queue(stream, as_queue_config(queue))
         self.watchdog = RankWatchdog([self._producers.failure, parent_check(fabric.global_rank), self._members.check])
         self.ack_rule = AckRule(ack, keeps_checkpoints=ack == "checkpoint")
-        self.conf: Any = self._connection.conf
         self._reader = StreamReader(StageStream("train", "train", stream), self)
         self._loader = stream_loader(self._reader)
         self.watchdog.start()

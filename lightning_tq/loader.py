@@ -45,10 +45,6 @@ class RunContext(Protocol):
         """This process's client of the queue."""
 
     @property
-    def conf(self) -> Any:
-        """The queue's configuration."""
-
-    @property
     def epoch(self) -> int:
         """Number of the current epoch."""
 
@@ -120,7 +116,7 @@ class StreamReader:
         """Of the current iterator. None: there is none."""
         self._items: Any = None
         self.dataset = ReaderDataset(
-            config=run.conf, data_fields=stream.fields, partition_id="", task_name=stream.task,
+            config=None, data_fields=stream.fields, partition_id="", task_name=stream.task,
             dp_rank=run.topology.dp_rank, **self._sizes, sampling_config=stream.sampling_config,
             prefetch=stream.prefetch, layout=stream.layout, timeout_s=stream.timeout_s, where=stream.where,
             should_stop=run.watchdog.stopped.is_set, head_fields=stream.head_fields, fetch_batch_fn=stream.record,

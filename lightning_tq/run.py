@@ -74,10 +74,9 @@ class Run:
 
     def __post_init__(self) -> None:
         self.client = self.connection.client
-        self.conf: Any = self.connection.conf
         self.policy_version: int | None = None
         """Version of the weights that PublishWeights published last, on every rank. None: none."""
-        self._address: str = self.conf["address"]
+        self._address = self.connection.address
         self._warned: set[str] = set()
         self._shown_at_start = [name for name in self.partitions_at_start if not is_internal(name)]
         self._left = LeftPartitions()

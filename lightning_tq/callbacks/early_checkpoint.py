@@ -30,7 +30,7 @@ class EarlyCheckpoint:
         self._run, self._reader = run, reader
         self._look_in = 2  # batches
         self._has_said = False
-        storage = run.conf.get("backend", {}).get("SimpleStorage", {})
+        storage = run.connection.conf.get("backend", {}).get("SimpleStorage", {})
         self._spills = bool(storage.get("ssd_offload", {}).get("enabled"))
         """Then a full memory stops nobody."""
 
