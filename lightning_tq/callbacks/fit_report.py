@@ -42,7 +42,7 @@ class FitReport(Callback):
         self.first = TrainingTime(0.0, 0.0)
         """When the first batch had come."""
         self._since = time.perf_counter()
-        self._paused_at = 0.0
+        self._paused_at: float | None = None
         self._batches = 0
 
     @staticmethod
@@ -64,7 +64,9 @@ class FitReport(Callback):
         self._paused_at = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._since += time.perf_counter() - self._paused_at
+        if self._paused_at is not None:
+            self._since += time.perf_counter() - self._paused_at
+            self._paused_at = None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         run = Run.find(trainer)
