@@ -96,7 +96,7 @@ class Stream:
     """More keyword arguments for the sampler, sent with every fetch."""
     replay_from: str | None = None
     """A directory that ``lightning-tq record`` wrote: train the recorded batches again, in their order, without
-    producers. Fields, partition, batch_size and data-parallel ranks must be as they were."""
+    producers. Fields, partition, batch_size and data-parallel ranks must be as they were, without ``where``."""
     where: str | None = None
     """Read only samples whose tags match, such as "policy_version >= 7 and env == 'math'". The others stay for other
     streams, and clear_consumed never deletes them. Default: all samples."""
@@ -118,6 +118,10 @@ class Stream:
                 raise InvalidRequestError(f"{name} needs num_workers of at least 1, got num_workers=0.")
         if self.where is not None:
             parse_filter(self.where)
+            if self.replay_from is not None:
+                raise InvalidRequestError(
+                    f"replay_from trains all that was recorded, so where={self.where!r} has no effect. Leave it out."
+                )
         _check_clearing(self.clear_consumed, bool(self.replay))
         if isinstance(self.sampler, GroupSampler):
             self.sampler.check_tail(self.tail)

@@ -17,12 +17,14 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule
+from msgspec.structs import replace
 from producing import fill, rows
 
 import transfer_queue as tq
 from lightning_tq import FabricLoader, Producer, Stream, TQDataModule
 from tests.console import lightning_tq
 from tests.lightning.conftest import ROOT, stream
+from transfer_queue.checkpoint.saved_state import SavedState
 from transfer_queue.errors import InvalidRequestError
 
 pytestmark = pytest.mark.timeout(600)
@@ -125,6 +127,8 @@ def test_groups_are_replayed_with_their_heads_and_versions(tmp_path: Path, train
         process.communicate()
     assert [len(noted[6]) for noted in model.noted] == [2, 2, 2, 2]
     assert replayed(trainer, tmp_path / "record", **read, sampler=sampler).noted == model.noted
+    with pytest.raises(InvalidRequestError, match="is of batch_size=None, and this stream has batch_size=16"):
+        replayed(trainer, tmp_path / "record", batch_size=16)
     with pytest.raises(InvalidRequestError, match="lacks the head field nunber; it has number"):
         replayed(trainer, tmp_path / "record", batch_size=None, head_fields=["nunber"], sampler=sampler)
 
@@ -236,7 +240,8 @@ def recorded(tmp_path: Path, data: Callable[..., TQDataModule]) -> Path:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"batch_size": 2}, "has batches of 4 rows, and this stream has batch_size=2"),
+        ({"batch_size": 2}, "is of batch_size=4, and this stream has batch_size=2"),
+        ({"batch_size": 8}, "is of batch_size=4, and this stream has batch_size=8"),
         ({"fields": ["x", "reward"]}, "lacks the field reward; it has text, x"),
         ({"head_fields": ["number"]}, "lacks the head field number; it has none, as it is of no groups"),
     ],
@@ -252,6 +257,18 @@ def test_a_stream_that_differs_from_its_record_is_refused(
         trainer().fit(Noting(), datamodule)
     with pytest.raises(InvalidRequestError, match=said):
         FabricLoader(Fabric(accelerator="cpu", devices=1), Stream(**read, replay_from=str(recorded)))
+
+
+def test_a_record_of_an_earlier_version_has_no_batch_size_so_only_larger_batches_are_refused(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = SavedState.batches
+    earlier = lambda self: [(name, replace(batch, batch_size=None)) for name, batch in saved(self)]  # noqa: E731
+    monkeypatch.setattr(SavedState, "batches", earlier)
+    record = tq.RecordedBatches(recorded)
+    record.check(["x"], 1, 8)
+    with pytest.raises(InvalidRequestError, match="has batches of 4 rows, and this stream has batch_size=2"):
+        record.check(["x"], 1, 2)
 
 
 def test_a_fabric_loader_replays_without_producers(recorded: Path) -> None:

@@ -34,13 +34,14 @@ def test_the_start_method_of_workers_is_checked_with_the_stream(options: dict[st
         ({"sampling_config": 5}, "sampling_config must be a mapping of arguments or None, got 5"),
         ({"replay": "yes"}, "replay must be true or false or None, got 'yes'"),
         ({"replay_from": 5}, "replay_from must be a directory or None, got 5"),
+        ({"replay_from": "d", "where": "a == 1"}, "replay_from trains all that was recorded, so where='a == 1' has no"),
         ({"pin_memory": "x"}, "pin_memory must be true or false, got 'x'"),
         ({"prefetch": None}, "prefetch must be true or false, got None"),
         ({"partition": "a{epoch:zz}"}, "partition template 'a{epoch:zz}' is malformed: Unknown format code"),
         ({"partition": "a{epoch:{n}}"}, "partition template 'a{epoch:{n}}' is malformed: 'n'"),
     ],
 )
-def test_an_option_of_a_wrong_type_is_refused_by_its_name(options: dict[str, Any], says: str) -> None:
+def test_an_option_that_can_mean_nothing_is_refused_by_its_name(options: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidRequestError, match=re.escape(says)):
         stream(**options)
 

@@ -118,6 +118,7 @@ class RecordedBatches:
         """By (partition, batch), in the order in which they were given, the ranks that got a share, and where it is."""
         self._open: _Directory | None = None
         self._dp_sizes: set[int] = set()
+        self._batch_sizes: set[int | None] = set()
         self._layout, self._allow_pickle = "dense", False
         for path in sorted(path for path in self.directory.glob("[0-9]*") if is_checkpoint(path)):
             with reading(path):
@@ -125,6 +126,7 @@ class RecordedBatches:
                     # A run that resumed from a checkpoint was given a batch again: the last time counts.
                     self.rounds.setdefault((partition, batch.batch_index), {})[batch.rank] = path
                     self._dp_sizes.add(batch.dp_size or 0)
+                    self._batch_sizes.add(batch.batch_size)
         if not self.rounds:
             raise CheckpointNotFoundError(f"no record at {directory}: lightning-tq record has written nothing there.")
 
@@ -153,6 +155,9 @@ class RecordedBatches:
         elif set(head_fields) - set(of_heads):
             unknown = ", ".join(sorted(set(head_fields) - set(of_heads)))
             problem = f"lacks the head field {unknown}; it has {', '.join(of_heads) or 'none, as it is of no groups'}"
+        elif batch_size is not None and not self._batch_sizes & {None, batch_size}:
+            drawn = " and ".join(sorted(str(size or None) for size in self._batch_sizes))  # None: of whole groups
+            problem = f"is of batch_size={drawn}, and this stream has batch_size={batch_size}"
         elif batch_size is not None and meta.size > batch_size:
             problem = f"has batches of {meta.size} rows, and this stream has batch_size={batch_size}"
         if problem:

@@ -28,7 +28,8 @@ class Entry:
     """One batch. ``consumes``: its samples that no other batch gets; ``owned`` counts those not cleared yet, once
     they were given.
 
-    ``dp_size``: of the round that it is a share of; None if its rank drew alone.
+    ``dp_size``: of the round that it is a share of; None if its rank drew alone. ``batch_size``: of the fetch that drew
+    it, 0 for whole groups; None in older checkpoints.
     """
 
     key: BatchKey
@@ -39,6 +40,7 @@ class Entry:
     padding: npt.NDArray[np.uint8] | None = None
     dp_size: int | None = None
     owned: int = 0
+    batch_size: int | None = None
 
 
 @dataclass(slots=True)
@@ -149,13 +151,14 @@ class Ledger:
 
     def write(
         self, key: BatchKey, indexes: Indexes, consumes: Indexes, padding: npt.NDArray[np.uint8] | None = None,
-        dp_size: int | None = None,
+        dp_size: int | None = None, batch_size: int | None = None,
     ) -> Entry:  # fmt: skip
         """Add an entry. The key must be free."""
         if self._copies:
             self._copies.make()
         self._count += 1
-        entry = Entry(key, self._count, indexes, consumes, self._token(self._count), padding, dp_size)
+        token = self._token(self._count)
+        entry = Entry(key, self._count, indexes, consumes, token, padding, dp_size, batch_size=batch_size)
         self._add(entry)
         self._mark_drawn(key)
         return entry
@@ -273,7 +276,9 @@ class Ledger:
             key = (batch.rank, batch.batch_index)
             if self.get(key) is not None or batch.number in self._by_number or not self.holds(key):
                 raise ValueError(f"batch {key} is there twice, or was never drawn")
-            entry = Entry(key, batch.number, indexes, consumes, batch.token, padding, batch.dp_size, batch.owned)
+            entry = Entry(
+                key, batch.number, indexes, consumes, batch.token, padding, batch.dp_size, batch.owned, batch.batch_size
+            )  # fmt: skip
             self._add(entry)
 
     def finish_loading(self, counts: Mapping[int, int]) -> bool:
@@ -310,7 +315,7 @@ def save_entry(entry: Entry, token: str, owned: int) -> SavedBatch:
     return SavedBatch(
         entry.key[0], entry.key[1], entry.number, pack_indexes(entry.indexes), token, owned,
         None if entry.consumes is entry.indexes else pack_indexes(entry.consumes),
-        None if entry.padding is None else entry.padding.tobytes(), entry.dp_size,
+        None if entry.padding is None else entry.padding.tobytes(), entry.dp_size, entry.batch_size,
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ FORMATS = (1, 2)
 
 
 class SavedBatch(msgspec.Struct):
-    """A ledger entry. ``consumes`` None: all of ``indexes``."""
+    """A ledger entry. ``consumes`` None: all of ``indexes``. ``batch_size`` None: an older file, which has none."""
 
     rank: int | None
     batch_index: int
@@ -40,6 +40,7 @@ class SavedBatch(msgspec.Struct):
     consumes: bytes | None = None
     padding: bytes | None = None
     dp_size: int | None = None
+    batch_size: int | None = None
 
 
 class SavedRank(msgspec.Struct):
