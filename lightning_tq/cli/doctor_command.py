@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_tq.checks import byte_text, counted
+from lightning_tq.cli.queue_commands import seconds
 from transfer_queue.errors import ConfigError, TransferQueueError
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def main(args: Sequence[str]) -> int:
     config = "A YAML file with the queue's settings, which the environment must fit. Default: the queue's own."
     parser.add_argument("--config", metavar="FILE", help=config)
     wait = "A request that waits for longer is a problem. Default: 60."
-    parser.add_argument("--wait", type=float, default=60.0, metavar="SECONDS", help=wait)
+    parser.add_argument("--wait", type=seconds, default=60.0, metavar="SECONDS", help=wait)
     options = parser.parse_args(args)
     if options.address and "://" not in options.address:
         parser.error(f"{options.address!r} is not an address like ipc:///tmp/tq-.../controller or tcp://host:port.")

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from threading import TIMEOUT_MAX
 
 from lightning_tq.checks import counted, list_names
 from lightning_tq.cli.dashboard_command import add_options as add_dashboard_options
@@ -49,7 +50,7 @@ def _main(name: str, act: Act, args: Sequence[str]) -> int:
     if act is _status:
         parser.add_argument("--watch", action="store_true", help="Repeat until Ctrl-C.")
         every = "Interval of --watch. Default: 1."
-        parser.add_argument("--every", type=_seconds, default=1.0, metavar="SECONDS", help=every)
+        parser.add_argument("--every", type=interval, default=1.0, metavar="SECONDS", help=every)
         lines = "Print a JSON object; with --watch, one per line and interval."
         parser.add_argument("--json", action="store_true", help=lines)
     elif act is serve_dashboard:
@@ -59,11 +60,16 @@ def _main(name: str, act: Act, args: Sequence[str]) -> int:
     return run_joined(act, parser.parse_args(args))
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str, least: float = 0.0, most: float = TIMEOUT_MAX) -> float:
+    """The type of an option. By default any time that a wait takes."""
     value = float(text)
-    if not 0.05 <= value <= 3600:
-        raise argparse.ArgumentTypeError(f"must be between 0.05 and 3600 seconds, got {text}")
+    if not least <= value <= most:  # nan is not
+        raise argparse.ArgumentTypeError(f"must be between {least:g} and {most:g} seconds, got {text}")
     return value
+
+
+def interval(text: str) -> float:
+    return seconds(text, 0.05, 3600)
 
 
 def run_joined(act: Act, options: argparse.Namespace) -> int:

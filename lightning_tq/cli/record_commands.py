@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_tq.checks import counted
-from lightning_tq.cli.queue_commands import run_joined
+from lightning_tq.cli.queue_commands import run_joined, seconds
 from transfer_queue.errors import QueueUnreachableError
 
 if TYPE_CHECKING:
@@ -223,7 +223,8 @@ def simulate(args: Sequence[str]) -> int:
     same paragraph as a fit: whether training or generation was the bottleneck.
     """
     parser = argparse.ArgumentParser("lightning-tq simulate", description=simulate.__doc__, allow_abbrev=False)
-    parser.add_argument("--step-s", type=float, required=True, metavar="SECONDS", help="Length of an optimizer step.")
+    length = "Length of an optimizer step."
+    parser.add_argument("--step-s", type=seconds, required=True, metavar="SECONDS", help=length)
     config = "YAML file of a run. Can be repeated; later files win."
     parser.add_argument("--config", "-c", action="append", default=[], metavar="FILE", help=config)
     options, others = parser.parse_known_args(args)

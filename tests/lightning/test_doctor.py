@@ -95,7 +95,9 @@ def test_it_looks_at_the_queue_that_it_is_given_and_reports_by_its_exit_code(tmp
     assert "fine     memory: 64.0 MiB of" in named[1]
 
 
-@pytest.mark.parametrize("options", [["queue"], ["--config", "missing.yaml"], ["--wait", "long"]])
+@pytest.mark.parametrize(
+    "options", [["queue"], ["--config", "missing.yaml"], ["--wait", "long"], ["--wait", "-1"], ["--wait", "nan"]]
+)
 def test_a_mistake_in_the_options_is_exit_code_2(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         lightning_tq(["doctor", *options])

@@ -40,3 +40,10 @@ def test_each_optimizer_step_sleeps_and_the_end_says_what_was_the_bottleneck(
     assert int(said[1]) == steps
     assert float(said[2]) >= 0.1 * (steps - 1)
     assert {path.name for path in tmp_path.iterdir()} == {"run.yaml"}, "it leaves no files"
+
+
+@pytest.mark.parametrize("length", ["-1", "nan", "inf", "1e300"])
+def test_a_step_takes_a_time_that_a_wait_takes(capsys: pytest.CaptureFixture[str], length: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        lightning_tq(["simulate", f"--step-s={length}"])
+    assert f"argument --step-s: must be between 0 and 9.22337e+09 seconds, got {length}" in capsys.readouterr().err
