@@ -141,6 +141,10 @@ def records(args: Sequence[str]) -> int:
     import transfer_queue as tq
 
     found = tq.RecordedBatches(options.directory)
+    if options.partition not in (None, *found.partitions):
+        raise tq.CheckpointNotFoundError(
+            f"{found.directory} has no partition {options.partition!r}. It has {', '.join(found.partitions)}."
+        )
     rounds = [each for each in found.rounds if options.partition in (None, each[0])]
     first = next((index for _, index in rounds), 0)  # the record may have begun later than the task
     if options.step is not None and not first <= options.step < first + len(rounds):

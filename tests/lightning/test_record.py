@@ -318,5 +318,8 @@ def test_records_shows_which_samples_a_step_trained(recorded: Path, capsys: pyte
     assert capsys.readouterr().out.split()[6:] == ["train", "0", "to", "1", "0", "to", "1", "1", "4", "text,", "x"]
     assert lightning_tq(["records", str(recorded), "--step", "7"]) == 2
     assert "has no step 7. It has 2 from 0 on" in capsys.readouterr().err
+    for more in ([], ["--step", "0"]):
+        assert lightning_tq(["records", str(recorded), "--partition", "nope", *more]) == 2
+        assert capsys.readouterr().err == f"error: {recorded} has no partition 'nope'. It has train.\n"
     assert lightning_tq(["records", str(recorded / "nowhere")]) == 2
     assert "no record at" in capsys.readouterr().err
