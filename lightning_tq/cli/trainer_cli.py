@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import inspect
 import os
 import re
@@ -28,7 +29,6 @@ from lightning_tq.callbacks import (  # noqa: F401
     queue_monitor,
     write_back,
 )
-from lightning_tq.checks import nearest
 from lightning_tq.datamodule import TQDataModule
 from lightning_tq.producers.group import ProducerError
 from lightning_tq.queue_config import load_mapping
@@ -69,6 +69,7 @@ _UNKNOWN_IN_CLASS = re.compile(r"^Option '([\w.]+)' is not accepted")
 _NO_ATTRIBUTE = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
 _KEY = re.compile(r'^Parser key "([^"]+)":?')
 _CLASS = re.compile(r"^Problem with given class_path '([^']+)':")
+_ITEM = re.compile(r"NestedArg\(key='(?:[\w.]+\.)?\d+[.']")
 _OF_TYPE = re.compile(r"^Expected a <class '([\w.]+)'>$")
 _REPORT_LINES = ("Does not validate against", "Subtypes:", "Errors:", "Given value")
 """Beginnings of lines that describe how the parser tried types, not why one failed."""
@@ -219,6 +220,8 @@ class _Reason(NamedTuple):
 
     def weight(self) -> int:
         """The reason with the lowest weight is shown."""
+        if _NO_ATTRIBUTE.search(self.text):
+            return -1  # a misspelt class, which was tried as a file, too
         if self.text.startswith(_VAGUE_REASONS):
             return 2
         return 1 if _OF_TYPE.match(self.text) else 0
@@ -235,6 +238,8 @@ def _explain(message: str, known: list[str]) -> str:
         return message.strip()
     least = min(reasons, key=_Reason.weight)
     where = f"{'.'.join(least.path)}: " if least.path else ""
+    if _ITEM.search(message):
+        return f"{where}items of a list can't be set by number. Change them in the file, or give the whole list."
     types = [found[1] for each in reasons if each.path == least.path and (found := _OF_TYPE.match(each.text))]
     if least.weight() == 1:
         return f"{where}expected {' or '.join(name for name in types if name != 'NoneType')}"
@@ -274,7 +279,8 @@ def _sentence(reason: _Reason, known: list[str]) -> str:
 
 
 def _did_you_mean(name: str, names: list[str]) -> str:
-    return f"; did you mean {nearest(name, names)!r}?" if names else "."
+    near = difflib.get_close_matches(name, names, 1)
+    return f"; did you mean {near[0]!r}?" if near else "."
 
 
 def _first_unknown(key: str, known: list[str]) -> tuple[str, list[str]]:

@@ -263,6 +263,30 @@ def test_an_option_is_not_guessed_from_its_beginning(
     assert capsys.readouterr().err.startswith("error: unknown key 'trainer.max_epoch'; did you mean 'max_epochs'?")
 
 
+BY_NUMBER = "items of a list can't be set by number. Change them in the file, or give the whole list."
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--data.producers.0.args.epochs", "1"], f"data.producers: {BY_NUMBER}"),
+        (["--data.train.fields.0", "y"], f"data.train.fields: {BY_NUMBER}"),
+        (["--data.zzzz", "1"], "unknown key 'data.zzzz'."),
+        (
+            ["--trainer.callbacks", "lightning_tq.PartitionSwich"],
+            "trainer.callbacks: module 'lightning_tq' has no attribute 'PartitionSwich'; did you mean "
+            "'PartitionSwitch'?",
+        ),
+    ],
+)
+def test_a_wrong_option_is_reported_with_the_nearest_name_if_one_is_near(
+    config: Callable[..., str], capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        lightning_tq(["fit", "--config", config(), *words])
+    assert capsys.readouterr().err.splitlines()[-2] == f"error: {says}"
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [
