@@ -36,6 +36,7 @@ COMMANDS = {
 _OF_A_TRAINER = {name for name, (_, module, _) in COMMANDS.items() if module == "trainer_cli"}
 _WITH_TRACEBACKS = {*_OF_A_TRAINER, "simulate"}
 """They run the user's own code, and report themselves the errors that need no traceback."""
+_INTERRUPTED = 130
 OPTIONS_OF_A_TRAINER = (
     "help", "config", "print_config", "seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler",
     "ckpt_path", "weights_only", "verbose", "return_predictions",
@@ -82,11 +83,13 @@ def _run(name: str, args: Sequence[str]) -> int:
                 near = _near(option, [f"--{known}" for known in OPTIONS_OF_A_TRAINER], 0.75)
                 if near:  # otherwise it may be one of another version of Lightning: its parser knows
                     return _refuse(f"unknown option {option!r}", near, of=name)
-    run: Callable[[Sequence[str]], int] = getattr(import_module(f"lightning_tq.cli.{module}"), function)
     try:
+        run: Callable[[Sequence[str]], int] = getattr(import_module(f"lightning_tq.cli.{module}"), function)
         status = run(args)
         sys.stdout.flush()
         return status
+    except KeyboardInterrupt:  # often while torch is imported
+        return _INTERRUPTED
     except BrokenPipeError:  # who read the output has gone, as with "| head"
         if name in _WITH_TRACEBACKS:
             raise

@@ -7,11 +7,13 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from lightning_tq.cli import COMMANDS, OPTIONS_OF_A_TRAINER
 from tests.console import lightning_tq
+from tests.lightning.conftest import ROOT
 
 
 def test_help_has_a_line_for_every_subcommand_and_each_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,3 +43,12 @@ def test_a_command_whose_reader_has_gone_ends_without_a_traceback() -> None:
     ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("words", [["doctor", "ipc:///nowhere/controller"], ["simulate", "--step-s", "1"]])
+def test_ctrl_c_while_modules_are_imported_ends_a_command_without_a_traceback(tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    command = [sys.executable, "-m", "lightning_tq", *words]
+    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "")
