@@ -27,13 +27,15 @@ Verb = Callable[[Call, Any], "Reply | Wait | Steps | None"]
 Job = Iterator[None]
 """Work that belongs to no call, and yields often."""
 _REMEMBERED = 1024
-"""Sessions that have ended and are still refused."""
+"""Sessions that have ended and are still refused; likewise the cancelled calls of a session."""
 
 
 @dataclass(slots=True, eq=False)
 class _Session:
     calls: dict[int, Call] = field(default_factory=dict)
     holdings: list[Holding] = field(default_factory=list)
+    cancelled: dict[int, None] = field(default_factory=dict)
+    """Calls that nobody waits for. They may come all the same, over a connection that has ended."""
 
 
 _NOBODY = _Session()
@@ -68,8 +70,12 @@ class Calls:
         """
         self.now = now
         self.turn.begin()
-        known = self._sessions.get(call.client, _NOBODY).calls.get(call.number)
-        if known is None or not self._is_known(known, call):
+        session = self._sessions.get(call.client, _NOBODY)
+        known = session.calls.get(call.number)
+        if call.number in session.cancelled:
+            refused = ProtocolError(f"call {call.number} was cancelled. Make another call.")
+            self._answers.append(Answer(call, call.request, call.envelope, self.failed(call, refused)))
+        elif known is None or not self._is_known(known, call):
             self._begin(call)
         return self.work()
 
@@ -168,7 +174,7 @@ class Calls:
             call.is_registered = False
             session = self._sessions[call.client]
             del session.calls[call.number]
-            if not session.calls and not session.holdings:
+            if not (session.calls or session.holdings or session.cancelled):
                 del self._sessions[call.client]
 
     def hold(self, call: Call, holding: Holding) -> None:
@@ -210,7 +216,7 @@ class Calls:
         """The session no longer holds this."""
         session = self._sessions[client]
         session.holdings.remove(holding)
-        if not session.calls and not session.holdings:
+        if not (session.calls or session.holdings or session.cancelled):
             del self._sessions[client]
 
     def holdings(self, kind: type[H]) -> Iterator[tuple[Call, H]]:
@@ -227,7 +233,7 @@ class Calls:
 
     def clients(self) -> list[str]:
         """Sessions that hold or wait for something."""
-        return list(self._sessions)
+        return [client for client, session in self._sessions.items() if session.calls or session.holdings]
 
     # ---- what ends ----
 
@@ -255,8 +261,12 @@ class Calls:
                 self._forget(call)
 
     def cancel(self, client: str, number: int) -> str:
-        """The caller no longer waits for this call. Says what became of it: "removed", "undone" or "kept"."""
+        """Nobody waits for this call, whether it came already or not. Later it is refused.
+
+        Says what became of it: "removed", "undone" or "kept".
+        """
         call = self.find(client, number)
+        self._remember(client, number)
         if call is None:
             return "kept"
         was_waiting = call.is_under_way
@@ -265,6 +275,12 @@ class Calls:
         if was_waiting and not call.holdings:
             return "removed"
         return "undone" if self._undo(call.holdings) else "kept"
+
+    def _remember(self, client: str, number: int) -> None:
+        cancelled = self._sessions[client].cancelled
+        cancelled[number] = None
+        if len(cancelled) > _REMEMBERED:
+            del cancelled[next(iter(cancelled))]
 
     def _stop(self, call: Call) -> None:
         if call.wait is not None:
@@ -411,7 +427,8 @@ class Calls:
     def check_invariants(self) -> None:
         """Raise AssertionError if the tables disagree; for tests."""
         for client, session in self._sessions.items():
-            assert session.calls or session.holdings, f"session {client!r} is kept for something"
+            assert session.calls or session.holdings or session.cancelled, f"session {client!r} is kept for something"
+            assert session.calls.keys().isdisjoint(session.cancelled), f"cancelled calls of {client!r} are over"
             for number, call in session.calls.items():
                 assert call.holdings or call.is_under_way, f"call {number} is kept for something"
                 assert call.is_registered, f"call {number} knows that it is kept"

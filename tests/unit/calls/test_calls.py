@@ -309,3 +309,30 @@ def test_a_job_that_fails_is_a_fault_and_is_not_gone_on_with(room):
     room.later(fails())
     room.expire(0.0)
     assert ([type(fault) for fault in room.faults], room.next_deadline()) == ([KeyError], None)
+
+
+# ---- a call that comes after its cancel ----
+
+
+def test_a_cancel_that_overtakes_its_call_keeps_it_from_any_effect(room):
+    assert room.cancel("c", 1) == "kept"
+    refused(room.holds(1, "a"), "ProtocolError")
+    assert (room.find("c", 1), room.notes, room.clients()) == (None, [], [])
+    assert [answer.reply for answer in room.holds(2, "b")] == [Done(2)], "another call of the session"
+
+
+@pytest.mark.parametrize("kind", [ListPartitions, Publish], ids=["the same", "a further step"])
+def test_a_call_that_was_undone_does_not_begin_again(room, kind):
+    room.holds(1, "a")
+    assert room.cancel("c", 1) == "undone"
+    refused(room.asks(1, kind=kind), "ProtocolError")
+    assert room.notes == ["a undone"]
+
+
+def test_cancels_are_remembered_for_as_long_as_the_session_lasts_and_the_last_thousand_at_most(room):
+    for number in range(1, 1026):
+        room.cancel("c", number)
+    assert [answer.reply for answer in room.asks(1)] == [Done(1)]
+    refused(room.asks(2), "ProtocolError")
+    room.end("c")
+    assert [answer.reply for answer in room.asks(2)] == [Done(2)]
