@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from breaking_links import proxy_to
 from transport_kit import JOIN_S, Desk, begin, blocking, is_waited_for, make_caller, numbered, served_by_thread, until
 
 from transfer_queue.errors import ClosedError, QueueUnreachableError
@@ -268,3 +269,52 @@ def test_a_closed_caller_tells_nothing(tmp_path, kind):
         for drive in (blocking, asyncio.run):
             with pytest.raises(ClosedError):
                 drive(caller.post(numbered(peer, b"said")))
+
+
+# ---- a connection between hosts that breaks ----
+
+
+def ends_unheard(caller: Any, peer: Any, served: Desk, proxy: Any, drive: Any) -> None:
+    """A call waits at the server, and its connection breaks."""
+    ender = threading.Thread(target=lambda: (until(lambda: len(served.parked) == 2), proxy.end_for_client()))
+    ender.start()
+    with pytest.raises(QueueUnreachableError, match="has ended"):
+        drive(caller.call_many(revocable(peer, b"park one", b"park two"), 60.0))
+    ender.join(JOIN_S)
+
+
+@DRIVES
+def test_calls_whose_connection_broke_are_cancelled_over_the_next_one_before_all_else(tmp_path, drive):
+    served, caller = Desk(), make_caller("me")
+    with served_by_thread(tmp_path, served, "tcp") as (to, _), proxy_to(to.address) as proxy:
+        peer = to._replace(address=proxy.address)
+        ends_unheard(caller, peer, served, proxy, drive)
+        assert served.said == [], "nothing was sent into the dark"
+        assert answers(drive(caller.call_many([numbered(peer, b"echo")], 10.0))) == [b"echo"]
+        assert (served.said, served.gone) == ([b"cancel park one", b"cancel park two"], [])
+        caller.close()
+
+
+def test_a_cancel_is_said_again_until_it_was_heard_and_then_no_more(tmp_path):
+    served, caller = Desk(), make_caller("me")
+    with served_by_thread(tmp_path, served, "tcp") as (to, _), proxy_to(to.address) as proxy:
+        peer = to._replace(address=proxy.address)
+        ends_unheard(caller, peer, served, proxy, blocking)
+        proxy.holds = True
+        blocking(caller.post(numbered(peer, b"said")))
+        until(lambda: len(proxy.links) == 2)
+        proxy.holds = False
+        proxy.end_for_client()
+        for _ in range(2):
+            until(lambda: is_echoed(caller, peer))
+            assert served.said == [b"cancel park one", b"cancel park two"]
+            proxy.end_for_client()
+        caller.close()
+
+
+def is_echoed(caller: Any, peer: Any) -> bool:
+    """Of several calls one finds that its connection has ended."""
+    try:
+        return answers(blocking(caller.call_many([numbered(peer, b"echo")], 10.0))) == [b"echo"]
+    except QueueUnreachableError:
+        return False

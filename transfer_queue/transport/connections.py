@@ -39,7 +39,10 @@ class Connection(Protocol):
         """Everything is sent, and the server has confirmed each ``CONFIRM``, or the connection is broken."""
 
     def send(self, number: int, header: bytes, frames: Sequence[Buffer] = ()) -> None:
-        """Raises QueueUnreachableError if the peer has ended."""
+        """Raises QueueUnreachableError if the peer has ended.
+
+        A ``CONFIRM`` arrives even if only this connection has ended, where its session can go on with another one.
+        """
 
     def flush(self) -> None:
         """Send more of what could not be sent at once. Raises QueueUnreachableError if the peer has ended."""
@@ -179,15 +182,20 @@ class LoopConnection:
 
     def retire(self) -> Connection:
         """Return the connection for use elsewhere; waiting calls, of a loop that has closed, are cancelled."""
+        self._revoke_all()
+        self._write()
+        return self.connection
+
+    def _revoke_all(self) -> None:
         for call, _ in self._asked.values():
             revoke(self.connection, call.cancel)
         self._asked.clear()
-        self._write()
-        return self.connection
 
     def close(self, error: Exception) -> None:
         """Fail waiting calls, and close the connection; once."""
         self._fail(error)
+        if self.connection.broken:  # otherwise the session ends, and they with it
+            self._revoke_all()
         self._asked.clear()
         self._write()
         if not self.loop.is_closed():
@@ -205,9 +213,8 @@ class LoopConnection:
 
 def revoke(connection: Connection, cancel: Callable[[], bytes] | None) -> None:
     """Send the cancel after a call, and return the call's frames to their owner."""
-    if connection.broken:
-        return
-    connection.own()
+    if not connection.broken:
+        connection.own()
     if cancel is not None:
         with contextlib.suppress(QueueUnreachableError):  # the peer has ended, and the call with it
             connection.send(CONFIRM, cancel())

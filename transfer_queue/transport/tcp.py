@@ -18,14 +18,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from transfer_queue.errors import QueueUnreachableError
-from transfer_queue.transport.base import CONFIRM, NOBODY_WAITS, Buffer, Liveness, Peer
+from transfer_queue.transport.base import CONFIRM, Buffer, Liveness, Peer
 from transfer_queue.transport.connections import absent, gone, no_address, unconnected
 from transfer_queue.transport.descriptors import Descriptors
 from transfer_queue.transport.framing import FramingError, Message
@@ -34,6 +34,8 @@ from transfer_queue.transport.tcp_wire import BEAT, BYE, CALL, HELLO, LINGER_MS,
 AT_ONCE_NBYTES = 1 << 18
 """A larger message is copied by the links' thread, while the parts before are on their way."""
 _CLOSE_S = 5.0
+_MOST_CANCELS = 1024
+"""Of one link that the next one repeats."""
 _NEVER_MS = 1 << 30
 _ID_BITS = 40
 _ID_MASK = (1 << _ID_BITS) - 1
@@ -71,9 +73,12 @@ class TcpConnection:
         return self._link.is_connected
 
     def send(self, number: int, header: bytes, frames: Sequence[Buffer] = ()) -> None:
+        if number == CONFIRM:
+            self._links.tell(self.peer, header)
+            return
         if self._link.error is not None:
             raise self._broken(self._link.error)
-        number = NOBODY_WAITS if number == CONFIRM else number and self._number << _ID_BITS | number
+        number = number and self._number << _ID_BITS | number
         if sum(memoryview(frame).nbytes for frame in frames) <= AT_ONCE_NBYTES:
             self._link.outbox.extend(list(pack(number, header, frames)))  # one step: the parts stay together
         else:
@@ -141,10 +146,17 @@ class _LargeMessage:
 class _Link:
     """One ZMQ socket, connected to one peer. Only the links' thread uses it."""
 
-    def __init__(self, context: zmq.Context[Any], peer: Peer, client: str, server_key: str | None) -> None:
-        """Raises QueueUnreachableError: the address is invalid, or there are no descriptors."""
+    def __init__(
+        self, context: zmq.Context[Any], peer: Peer, client: str, server_key: str | None, cancels: Sequence[bytes] = ()
+    ) -> None:
+        """``cancels``: what the peer may not have heard over the link before.
+
+        Raises QueueUnreachableError: the address is invalid, or there are no descriptors.
+        """
         self.peer = peer
-        self.outbox: deque[list[Any] | _LargeMessage] = deque([[HELLO, VERSION, client.encode()]])
+        self.outbox: deque[list[Any] | _LargeMessage | bytes] = deque([[HELLO, VERSION, client.encode()], *cancels])
+        """Bytes are the header of a cancel."""
+        self._unconfirmed: deque[bytes] = deque()
         self.connections: weakref.WeakValueDictionary[int, TcpConnection] = weakref.WeakValueDictionary()
         self.error: str | None = None
         self._silent_beats = 0
@@ -165,9 +177,19 @@ class _Link:
     def send(self) -> None:
         with contextlib.suppress(zmq.Again):  # the connection has ended; its monitor tells
             while self.outbox:
-                message = self.outbox.popleft()
-                for parts in message.parts() if isinstance(message, _LargeMessage) else [message]:
+                for parts in self._parts(self.outbox.popleft()):
                     self.dealer.send_multipart(parts, zmq.NOBLOCK, copy=False)
+
+    def _parts(self, message: list[Any] | _LargeMessage | bytes) -> Iterable[list[Any]]:
+        if isinstance(message, bytes):
+            self._unconfirmed.append(message)
+            return pack(CONFIRM, message, ())
+        return message.parts() if isinstance(message, _LargeMessage) else [message]
+
+    def unheard(self) -> list[bytes]:
+        """The cancels that the peer has not confirmed, once this link has ended. The first ones, if there are many."""
+        unsent = (message for message in self.outbox if isinstance(message, bytes))
+        return [*self._unconfirmed, *unsent][:_MOST_CANCELS]
 
     def serve(self, beat: Liveness | None) -> None:
         """Send and handle all messages that are here; then check whether the connection has ended.
@@ -207,7 +229,9 @@ class _Link:
             return
         for message in messages:
             connection = self.connections.get(message.number >> _ID_BITS)
-            if connection is not None:
+            if message.number == CONFIRM and self._unconfirmed:
+                self._unconfirmed.popleft()
+            elif connection is not None:
                 connection.deliver(message._replace(number=message.number & _ID_MASK))
 
     def _handle_event(self, event: int) -> None:
@@ -287,13 +311,24 @@ class TcpLinks:
         with self._lock:
             link = self._links.get(peer.address)
             if link is None or link.error is not None:
-                link = self._links[peer.address] = _Link(self._context, peer, self._client, self._server_key)
+                cancels = [] if link is None else link.unheard()
+                link = _Link(self._context, peer, self._client, self._server_key, cancels)
+                self._links[peer.address] = link
                 self._new.append(link)
             self._num_connections += 1
             made = TcpConnection(self, link, self._num_connections)
             link.connections[self._num_connections] = made
         self.wake()
         return made
+
+    def tell(self, peer: Peer, cancel: bytes) -> None:
+        """Send a cancel, over the next link if this one has ended.
+
+        A session goes on only with another link, which begins with the cancels that the peer may not have heard.
+        """
+        with self._lock:
+            self._links[peer.address].outbox.append(cancel)
+        self.wake()
 
     def wake(self) -> None:
         """Wake the thread, which has work to do."""

@@ -14,7 +14,7 @@ from typing import Any
 import zmq
 
 from transfer_queue.errors import ConfigError
-from transfer_queue.transport.base import NOBODY_WAITS, Arrivals, Envelope, Liveness, Outgoing
+from transfer_queue.transport.base import CONFIRM, NOBODY_WAITS, Arrivals, Envelope, Liveness, Outgoing
 from transfer_queue.transport.framing import FramingError
 from transfer_queue.transport.loop import Readiness, guarded
 from transfer_queue.transport.tcp_wire import BEAT, BYE, CALL, HELLO, LINGER_MS, VERSION, PartsReader, ServerKeys, pack
@@ -125,7 +125,10 @@ class TcpListener:
             self._end(route)
             return
         for message in messages:
-            self._server.deliver(Envelope(route.client, message.number, route), message.header, message.frames)
+            number = NOBODY_WAITS if message.number == CONFIRM else message.number
+            self._server.deliver(Envelope(route.client, number, route), message.header, message.frames)
+            if message.number == CONFIRM:
+                route.send(Outgoing(Envelope(route.client, CONFIRM, route), b""))
 
     def _welcome(self, address: bytes, kind: bytes, parts: Sequence[zmq.Frame]) -> None:
         if kind == HELLO and len(parts) == 4 and parts[2].bytes == VERSION:
