@@ -126,6 +126,7 @@ class Session:
 
     async def post_done(self, *calls: int) -> None:
         """As ``done`` for the controller, but sent now, because others may wait for it. Nothing is left to cancel."""
+        self.done(self.controller, *calls)  # again with the next message, if the connection ends before this arrives
         await self._post(self.controller, p.encode_request(p.Cancel(self.number(), calls[-1]), calls))
 
     async def post(self, peer: Peer, request: p.Request) -> None:
