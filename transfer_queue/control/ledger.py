@@ -151,14 +151,13 @@ class Ledger:
 
     def write(
         self, key: BatchKey, indexes: Indexes, consumes: Indexes, padding: npt.NDArray[np.uint8] | None = None,
-        dp_size: int | None = None, batch_size: int | None = None,
+        dp_size: int | None = None,
     ) -> Entry:  # fmt: skip
         """Add an entry. The key must be free."""
         if self._copies:
             self._copies.make()
         self._count += 1
-        token = self._token(self._count)
-        entry = Entry(key, self._count, indexes, consumes, token, padding, dp_size, batch_size=batch_size)
+        entry = Entry(key, self._count, indexes, consumes, self._token(self._count), padding, dp_size)
         self._add(entry)
         self._mark_drawn(key)
         return entry

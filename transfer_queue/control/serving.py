@@ -324,9 +324,9 @@ class ServedFetch:
         self.written.append((rank, batch_index))
         same = share.consumed is share.rows
         consumes = share.indexes if same else self.partition.table.column("index")[share.consumed]
-        return self.consumer.ledger.write(
-            (rank, batch_index), share.indexes, consumes, share.padding, self._dp_size, self._fetch.batch_size
-        )
+        entry = self.consumer.ledger.write((rank, batch_index), share.indexes, consumes, share.padding, self._dp_size)
+        entry.batch_size = self._fetch.batch_size
+        return entry
 
     def _give(self, entries: list[Entry], shares: list[Share]) -> None:
         """Mark the samples of a round as consumed: in one step if each is consumed by the rank that gets it."""
