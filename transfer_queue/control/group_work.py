@@ -252,7 +252,7 @@ def deadline(state: PlaneState, name: str, index: int) -> None:
     elif group.is_under_work:
         text = f"{len(group.closed)} of {group.terms.parts} parts were closed {patience}"
         leave(state, partition, group, EXPIRED, text)
-    elif group.state == CLOSED and not group.passed:
+    elif group.state == CLOSED and not group.passed and group.terms.tasks:  # else nobody has looked at it yet
         leave(state, partition, group, EXPIRED, f"its rows did not get the tags of its gate {patience}")
     settle(state, partition)
 

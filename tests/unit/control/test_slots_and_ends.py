@@ -267,3 +267,12 @@ def test_that_a_task_has_left_is_saved():
     load(restored.plane, save(queue.plane))
     (late,) = restored.add(1, ["actor"], partition="one")
     assert restored.states("one")[late] == "expired"
+
+
+def test_a_closed_group_that_names_no_task_waits_for_its_first_reader_whatever_its_deadline():
+    queue = Queue()
+    queue.add(1, deadline_s=5.0)
+    heads = queue.work()
+    queue.pass_time(9.0)
+    queue.register("actor", GroupSampler(groups=1))
+    assert queue.draw("actor") == heads
