@@ -244,6 +244,52 @@ def test_memory_of_the_tables_follows_what_is_kept_while_indexes_grow():
     assert (store.num_samples, store.held_nbytes, store.num_blocks) == (0, 0, 0)
 
 
+def wide(num_fields: int) -> FieldColumns:
+    return [column for number in range(num_fields) for column in whole(f"f{number}", wire([1, 2], size=1))]
+
+
+@pytest.mark.parametrize("wide_first", [True, False])
+def test_memory_of_the_tables_is_not_fields_times_samples(wide_first):
+    store = BlockStore()
+    writes = [(np.arange(2), wide(100)), (np.arange(1000, 101_000), whole("x", wire([1] * 100_000, size=1)))]
+    tracemalloc.start()
+    for indexes, columns in writes if wide_first else reversed(writes):
+        store.write(indexes, columns)
+    memory = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert (store.num_samples, store.num_values, read(store, "f7", 0, 1)) == (100_002, 100_200, [1, 2])
+    assert memory < 6_000_000, "100 x 100 002 entries of 8 bytes would be 80 MB"
+
+
+def test_memory_of_a_table_is_that_of_the_values_that_its_field_has_now():
+    store = BlockStore()
+    store.write(np.arange(100_000), whole("x", wire([1] * 100_000, size=1)))
+    store.write(ints(99_999), whole("a", wire([7], size=1)))
+    tracemalloc.start()
+    for start in range(0, 99_500, 500):
+        indexes = np.arange(start, start + 500)
+        store.write(indexes, whole("a", wire([start] * 500, size=1)))
+        assert read(store, "a", start, start + 499, 99_999) == [start, start, 7]
+        store.delete(indexes)
+    memory = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert memory < 300_000, "100 000 entries of 8 bytes would be 800 kB"
+
+
+def test_pages_that_are_empty_when_others_are_claimed_are_not_lost():
+    store = BlockStore()
+    store.write(np.arange(192), whole("x", wire([1] * 192)))
+    for index in (0, 64, 128):
+        store.write(ints(index), whole("a", wire([2])))
+    store.delete(ints(64))
+    store.write(np.arange(64, 256), whole("a", wire(list(range(192)))))
+    assert read(store, "a", 0, *range(64, 256)) == [2, *range(192)]
+    assert store.num_values == 191 + 193
+    for unknown in (1, 63, 256, 6400):
+        with pytest.raises(StorageKeyNotFoundError):
+            read(store, "a", unknown)
+
+
 def test_an_index_that_a_write_names_without_a_value_costs_nothing_afterwards():
     store = BlockStore()
     store.write(ints(0, 6400), [("a", np.array([1]), wire([5]))])

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from transfer_queue.errors import StorageKeyNotFoundError
 from transfer_queue.storage.messages import FieldColumns, Located
-from transfer_queue.storage.unit.field_blocks import Block, FieldBlocks, HeldBlocks
+from transfer_queue.storage.unit.field_blocks import PAGE, PAGE_BITS, Block, FieldBlocks, HeldBlocks
 from transfer_queue.storage.unit.spill import SPILL_STEP_NBYTES, SpillFile
 from transfer_queue.storage.wire import Allocate, ByteArray, IntArray, as_run, distinct, heap
 
@@ -34,14 +34,12 @@ class BlockStore(HeldBlocks):
         """Indexes with at least one field. It looks at every slot: use it for statistics only."""
         held = np.zeros(self._table.capacity, np.bool_)
         for field in self._fields.values():
-            present = field.present_slots()
-            held[: len(present)] |= present[: len(held)]
+            field.mark_present(held)
         return int(held.sum())
 
     @property
     def num_values(self) -> int:
-        """Likewise for statistics only."""
-        return sum(int(np.count_nonzero(field.present_slots())) for field in self._fields.values())
+        return sum(block.live for field in self._fields.values() for block in field.blocks.values())
 
     @property
     def num_blocks(self) -> int:
@@ -54,26 +52,18 @@ class BlockStore(HeldBlocks):
             field = self._fields.get(name)
             if field is None:
                 field = self._fields[name] = FieldBlocks(self)
-                field.grow(self._table.capacity)
             self._table.keep(field.add(slots[positions], column))
 
     def _claim(self, indexes: IntArray, columns: FieldColumns) -> IntArray:
         """The slot of each index; -1 for one without any value, whose page nothing would ever release."""
-        capacity = self._table.capacity
         for _, positions, column in columns:
             if column.rows == len(indexes) and isinstance(positions, slice):  # of all samples, as nearly always
-                slots = self._table.claim(indexes)
-                break
-        else:
-            covered = np.zeros(len(indexes), np.bool_)
-            for _, positions, _ in columns:
-                covered[positions] = True
-            self._table.claim(indexes[covered])
-            slots = self._table.find(indexes)
-        if self._table.capacity > capacity:
-            for field in self._fields.values():
-                field.grow(self._table.capacity)
-        return slots
+                return self._table.claim(indexes)
+        covered = np.zeros(len(indexes), np.bool_)
+        for _, positions, _ in columns:
+            covered[positions] = True
+        self._table.claim(indexes[covered])
+        return self._table.find(indexes)
 
     def locate(self, indexes: IntArray, fields: Sequence[str]) -> Located:
         """Return where these fields of all these indexes lie, which may repeat and come in any order.
@@ -93,26 +83,30 @@ class BlockStore(HeldBlocks):
                 column, rows = whole
                 located.append((name, column, slice(0, len(slots)), rows))
                 continue
-            missing = indexes if field is None else indexes[field.missing(slots)]
+            cells = None if field is None else field.cells_of(slots)
+            missing = indexes if field is None or cells is None else indexes[field.missing(cells)]
             if len(missing):
                 raise StorageKeyNotFoundError(
                     f"no value of field {name!r} for sample {missing[0]} ({len(missing)} of the {len(indexes)} "
                     f"samples asked for lack it here): it was cleared, or never put. Fetch metadata anew."
                 )
-            if field is not None:
-                located += [(name, *block) for block in field.located(slots)]
+            if field is not None and cells is not None:
+                located += [(name, *block) for block in field.located(cells)]
         return located
 
     def lacking(self, indexes: IntArray, fields: Iterable[str]) -> dict[str, IntArray]:
         """By field, which of the indexes have no value."""
         slots = self._table.find(indexes)
         held = {name: self._fields.get(name) for name in fields}
-        return {name: indexes if field is None else indexes[field.missing(slots)] for name, field in held.items()}
+        return {
+            name: indexes if field is None else indexes[field.missing(field.cells_of(slots))]
+            for name, field in held.items()
+        }
 
     def held(self, indexes: IntArray) -> dict[str, IntArray]:
         """By field, which of the indexes have a value; fields without any are left out."""
         slots = self._table.find(indexes)
-        held = {name: indexes[~field.missing(slots)] for name, field in self._fields.items()}
+        held = {name: indexes[~field.missing(field.cells_of(slots))] for name, field in self._fields.items()}
         return {name: some for name, some in held.items() if len(some)}
 
     def delete(self, indexes: IntArray) -> None:
@@ -120,11 +114,12 @@ class BlockStore(HeldBlocks):
         slots = distinct(self._table.find(indexes))
         self.look_for_disk()
         for name, field in list(self._fields.items()):
-            mine = slots[~field.missing(slots)]
-            if not len(mine):
+            cells = field.cells_of(slots)
+            mine = ~field.missing(cells)
+            if 1 not in mine.tobytes():
                 continue
-            field.delete(mine)
-            self._table.release(mine)
+            field.delete(cells[mine])
+            self._table.release(slots[mine])
             if not field.blocks:
                 del self._fields[name]
 
@@ -132,7 +127,8 @@ class BlockStore(HeldBlocks):
         """Bytes that a write of these fields of these indexes would free."""
         slots = distinct(self._table.find(indexes))
         held = [self._fields[name] for name in set(fields) if name in self._fields]
-        return sum(field.nbytes_of(slots[~field.missing(slots)]) for field in held)
+        found = [(field, field.cells_of(slots)) for field in held]
+        return sum(field.nbytes_of(cells[~field.missing(cells)]) for field, cells in found)
 
     @property
     def is_moving(self) -> bool:
@@ -197,10 +193,6 @@ class BlockStore(HeldBlocks):
         return [(field, block) for field, block in blocks if block.live < block.column.rows and not block.on_disk]
 
 
-_PAGE_BITS = 6  # at most the run that routing keeps together, so a full page costs one dictionary entry
-_PAGE = 1 << _PAGE_BITS
-
-
 class PageTable:
     """Indexes only grow, so an array over all of them would grow forever. Pages bound the tables by what is kept."""
 
@@ -215,43 +207,43 @@ class PageTable:
 
     @property
     def capacity(self) -> int:
-        """The length that tables need: one more than the largest slot used so far, rounded up."""
-        return len(self._kept) << _PAGE_BITS
+        """One more than the largest slot used so far, rounded up."""
+        return len(self._kept) << PAGE_BITS
 
     def find(self, indexes: IntArray) -> IntArray:
         """The slot of each index, -1 if its page is unknown."""
         name = _one_page(indexes)
         if name is not None:
             page = self._pages.get(name, -1)
-            return indexes - ((name - page) << _PAGE_BITS) if page >= 0 else np.full(len(indexes), -1, np.int64)
-        names = indexes >> _PAGE_BITS
+            return indexes - ((name - page) << PAGE_BITS) if page >= 0 else np.full(len(indexes), -1, np.int64)
+        names = indexes >> PAGE_BITS
         first = np.flatnonzero(np.diff(names, prepend=names[:1] - 1))  # of each run on one page
         found = np.array([self._pages.get(name, -1) for name in names[first].tolist()], np.int64)
         pages = np.repeat(found, np.diff(first, append=len(names)))
-        return np.where(pages < 0, -1, (pages << _PAGE_BITS) | (indexes & (_PAGE - 1)))
+        return np.where(pages < 0, -1, (pages << PAGE_BITS) | (indexes & (PAGE - 1)))
 
     def claim(self, indexes: IntArray) -> IntArray:
         """The slot of each index, which may be new. ``keep`` must follow: a page without values is never released."""
         one = _one_page(indexes)
-        for name in dict.fromkeys((indexes >> _PAGE_BITS).tolist()) if one is None else (one,):
+        for name in dict.fromkeys((indexes >> PAGE_BITS).tolist()) if one is None else (one,):
             if name not in self._pages:
                 self._pages[name] = page = self._free.pop() if self._free else len(self._names)
                 self._names[page : page + 1] = [name]
                 if page >= len(self._kept):
                     self._kept = np.append(self._kept, np.zeros(max(16, len(self._kept)), np.int64))
-        return self.find(indexes) if one is None else indexes - ((one - self._pages[one]) << _PAGE_BITS)
+        return self.find(indexes) if one is None else indexes - ((one - self._pages[one]) << PAGE_BITS)
 
     def keep(self, slots: IntArray) -> None:
         """Add one value to each of these slots."""
         page = _one_page(slots)
         if page is None:
-            np.add.at(self._kept, slots >> _PAGE_BITS, 1)
+            np.add.at(self._kept, slots >> PAGE_BITS, 1)
         else:
             self._kept[page] += len(slots)
 
     def release(self, slots: IntArray) -> None:
         """Remove one value from each of these slots; pages without any are recycled."""
-        pages = slots >> _PAGE_BITS
+        pages = slots >> PAGE_BITS
         np.subtract.at(self._kept, pages, 1)
         for page in np.unique(pages[self._kept[pages] == 0]).tolist():
             del self._pages[self._names[page]]
@@ -263,8 +255,8 @@ class PageTable:
 def _one_page(numbers: IntArray) -> int | None:
     """The page that all numbers are on; None if there are several pages or no numbers."""
     if len(numbers) == 1:  # most small requests
-        return int(numbers[0]) >> _PAGE_BITS
+        return int(numbers[0]) >> PAGE_BITS
     if len(numbers) == 0:
         return None
-    pages = numbers >> _PAGE_BITS
+    pages = numbers >> PAGE_BITS
     return int(pages[0]) if (pages == pages[0]).all() else None

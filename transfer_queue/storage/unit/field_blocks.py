@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks of one field in a unit, in the server: which row of which block holds the value of a slot."""
+"""The blocks of one field in a unit, in the server: which row of which block holds the value of a cell."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from transfer_queue.storage.wire import (
     heap,
 )
 
+PAGE_BITS = 6  # at most the run that routing keeps together, so a full page costs one dictionary entry
+PAGE = 1 << PAGE_BITS
 _SMALL_NBYTES = 64 * 1024
 """Columns below this size are appended to a tail. Otherwise samples put one by one would cost a block each."""
 _TAIL_NBYTES, _TAIL_ROWS = 256 * 1024, 1 << 16
@@ -37,17 +40,17 @@ STEP_NBYTES = 2 * 1024 * 1024
 class Block:
     """Rows as received. They never change, because answers being sent share their memory."""
 
-    __slots__ = ("column", "first", "is_tail", "left", "live", "live_nbytes", "number", "on_disk", "slots", "stays")
+    __slots__ = ("cells", "column", "first", "is_tail", "left", "live", "live_nbytes", "number", "on_disk", "stays")
 
-    def __init__(self, number: int, column: WireColumn, slots: NDArray[np.int32], run: Positions) -> None:
-        """``run``: the slots as ``as_run`` returns them."""
+    def __init__(self, number: int, column: WireColumn, cells: Positions) -> None:
+        """``cells``: as ``as_run`` returns them."""
         self.number = number
         self.on_disk = False
         """Its data lies in the spill file."""
         self.column = column
-        self.slots = slots
-        self.first = run.start if isinstance(run, slice) else None
-        """The slot of row 0 if the slots are consecutive, else None."""
+        self.cells = _numbers(cells)
+        self.first = cells.start if isinstance(cells, slice) else None
+        """The cell of row 0 if the cells are consecutive, else None."""
         self.live = column.rows
         self.live_nbytes = column.nbytes
         self.is_tail = False
@@ -73,7 +76,7 @@ class Tail:
         block.is_tail = True
         self.block = block
         self.layout = block.column.layout
-        self._data, self._slots = heap(0), block.slots
+        self._data, self._cells = heap(0), block.cells
         self._row_meta, self._bounds = self._sizes()
 
     def _sizes(self, num_rows: int = 0) -> tuple[IntArray | None, IntArray | None]:
@@ -96,26 +99,26 @@ class Tail:
                 return False
             data[: own.data.nbytes] = own.data
             self._data = data
-        if rows > len(self._slots):
-            self._slots = _longer(self.block.slots, _GROWTH * rows)
+        if rows > len(self._cells):
+            self._cells = _longer(self.block.cells, _GROWTH * rows)
             self._row_meta, self._bounds = self._sizes(_GROWTH * rows)
         return True
 
-    def append(self, column: WireColumn, slots: NDArray[np.integer], run: Positions) -> int:
+    def append(self, column: WireColumn, cells: Positions) -> int:
         """Copy these rows to the end, where they ``has_room``. Returns the number of the first."""
         block, own = self.block, self.block.column
         first, start = own.rows, own.data.nbytes
         rows, end = first + column.rows, start + column.data.nbytes
         self._data[start:end] = column.data
-        self._slots[first:rows] = slots
+        self._cells[first:rows] = np.arange(cells.start, cells.stop) if isinstance(cells, slice) else cells
         row_meta = bounds = None
         if column.row_meta is not None and self._row_meta is not None and self._bounds is not None:
             self._row_meta[first:rows] = column.row_meta
             self._bounds[first + 1 : rows + 1] = column.bounds[1:] + start
             row_meta, bounds = self._row_meta[:rows], self._bounds[: rows + 1]
         block.column = WireColumn(own.layout, rows, self._data[:end], row_meta, bounds)
-        block.slots = self._slots[:rows]
-        if block.first is not None and not (isinstance(run, slice) and run.start == block.first + first):
+        block.cells = self._cells[:rows]
+        if block.first is not None and not (isinstance(cells, slice) and cells.start == block.first + first):
             block.first = None
         block.live += column.rows
         block.live_nbytes += column.nbytes
@@ -125,6 +128,10 @@ class Tail:
 def _kind_of(layout: Layout) -> tuple[str, int]:
     """Its dtype and rank; those of objects are of no tensor."""
     return layout.dtype, len(layout.shape)
+
+
+def _numbers(cells: Positions) -> NDArray[np.int32]:
+    return np.arange(cells.start, cells.stop, dtype=np.int32) if isinstance(cells, slice) else cells.astype(np.int32)
 
 
 def _longer(array: NDArray[Any], length: int) -> NDArray[Any]:
@@ -158,14 +165,86 @@ class HeldBlocks:
         return self.held_nbytes - self.spilled_nbytes
 
 
+class Cells:
+    """The table of one field: a cell has the block and the row of one slot's value.
+
+    Fields share the slots, which may be millions of other fields, so only pages with a value of this one have cells.
+    """
+
+    def __init__(self) -> None:
+        self._page_of = np.zeros(2, np.int32)
+        """By page of slots plus one, the page of cells; 0: none. So it is for the first and the last, which stand for
+        slots that are unknown or beyond."""
+        self._free: list[int] = []
+        """Pages of cells that no page of slots has, the first one last."""
+        self.block_of = np.full(PAGE, -1, np.int32)
+        """-1: no value. Page 0 never has any."""
+        self.row_of = np.zeros(PAGE, np.int32)
+
+    def of(self, slots: IntArray) -> IntArray:
+        """The cell of each slot, one on page 0 if there is none."""
+        pages = self._page_of.take((slots >> PAGE_BITS) + 1, mode="clip")
+        return (pages << PAGE_BITS) | (slots & (PAGE - 1))
+
+    def run_of(self, run: slice) -> slice | None:
+        """The cells of these slots if they have some and those are consecutive, too."""
+        first, last = (run.start >> PAGE_BITS) + 1, ((run.stop - 1) >> PAGE_BITS) + 1
+        page = self._page_of.item(first) if last < len(self._page_of) else 0
+        if not page or self._page_of.item(last) - page != last - first:
+            return None
+        if last - first > 1 and not isinstance(as_run(self._page_of[first : last + 1]), slice):
+            return None
+        start = (page << PAGE_BITS) | (run.start & (PAGE - 1))
+        return slice(start, start + run.stop - run.start)
+
+    def claim(self, slots: IntArray) -> Positions:
+        """The cells of these slots, as ``as_run`` returns them; some may be new."""
+        run = as_run(slots)
+        if not isinstance(run, slice):
+            self._claim_pages(sorted(set((slots >> PAGE_BITS).tolist())))
+        elif (known := self.run_of(run)) is not None:
+            return known
+        elif len(slots):
+            self._claim_pages(range(run.start >> PAGE_BITS, ((run.stop - 1) >> PAGE_BITS) + 1))
+        return as_run(self.of(slots))
+
+    def _claim_pages(self, pages: Sequence[int]) -> None:
+        """Give these pages of slots, which ascend, pages of cells if they have none."""
+        if (more := pages[-1] + 3 - len(self._page_of)) > 0:
+            more = max(more, len(self._page_of))
+            self._page_of = np.append(self._page_of, np.zeros(more, np.int32))
+        if len(self._without_cells(pages)) > len(self._free):
+            self._make_room(len(pages))
+        for page in self._without_cells(pages):
+            self._page_of[page + 1] = self._free.pop()
+
+    def _without_cells(self, pages: Sequence[int]) -> list[int]:
+        return [page for page in pages if not self._page_of.item(page + 1)]
+
+    def _make_room(self, num_pages: int) -> None:
+        """Free the pages without any value. Grow if fewer than half would be free, or this would come too often."""
+        used: NDArray[np.bool_] = np.any(self.block_of.reshape(-1, PAGE) >= 0, axis=1)
+        used[0] = True
+        self._page_of[~used[self._page_of]] = 0
+        wanted = 2 * (int(np.count_nonzero(used)) + num_pages)
+        if (more := wanted - len(used)) > 0:
+            self.block_of = np.append(self.block_of, np.full(more * PAGE, -1, np.int32))
+            self.row_of = np.append(self.row_of, np.zeros(more * PAGE, np.int32))
+            used = np.append(used, np.zeros(more, np.bool_))
+        self._free = np.flatnonzero(~used)[::-1].tolist()
+
+    def mark_present(self, slots: NDArray[np.bool_]) -> None:
+        """Set those that have a value. There must be whole pages of them."""
+        pages = np.flatnonzero(self._page_of)
+        slots.reshape(-1, PAGE)[pages - 1] |= self.block_of.reshape(-1, PAGE)[self._page_of[pages]] >= 0
+
+
 class FieldBlocks:
-    """Slots passed to a method must not repeat, except in ``add``, ``missing`` and ``located``."""
+    """Cells passed to a method must not repeat, except to ``missing`` and ``located``."""
 
     def __init__(self, held: HeldBlocks) -> None:
         self._held = held
-        # -1: no value. Rows of a block that this table does not name are dead.
-        self._block_of = np.zeros(0, np.int32)
-        self._row_of = np.zeros(0, np.int32)
+        self._cells = Cells()  # Rows of a block that no cell names are dead.
         self.blocks: dict[int, Block] = {}
         """By their numbers."""
         self._free_numbers: list[int] = []
@@ -195,24 +274,22 @@ class FieldBlocks:
             raise MemoryError
         return column.moved_to(data)
 
-    def grow(self, capacity: int) -> None:
-        """Make room for slots below ``capacity``."""
-        more = capacity - len(self._block_of)
-        if more > 0:
-            self._block_of = np.append(self._block_of, np.full(more, -1, np.int32))
-            self._row_of = np.append(self._row_of, np.zeros(more, np.int32))
+    def cells_of(self, slots: IntArray) -> IntArray:
+        """The cell of each slot. That of an unknown slot, such as -1, never has a value."""
+        return self._cells.of(slots)
 
-    def missing(self, slots: IntArray) -> NDArray[np.bool_]:
-        """True where the slot is -1 or has no value."""
-        return (slots < 0) | (self._block_of[slots] < 0)
+    def missing(self, cells: IntArray) -> NDArray[np.bool_]:
+        """True where the cell has no value."""
+        return self._cells.block_of[cells] < 0
 
-    def present_slots(self) -> NDArray[np.bool_]:
-        return self._block_of >= 0
+    def mark_present(self, slots: NDArray[np.bool_]) -> None:
+        """Set those that have a value."""
+        self._cells.mark_present(slots)
 
-    def nbytes_of(self, slots: IntArray) -> int:
-        """Bytes in memory of the values of these slots, which must all have one."""
-        rows = self._row_of[slots]
-        found = [(self.blocks[number], at) for number, at in groups(self._block_of[slots])]
+    def nbytes_of(self, cells: IntArray) -> int:
+        """Bytes in memory of the values of these cells, which must all have one."""
+        rows = self._cells.row_of[cells]
+        found = [(self.blocks[number], at) for number, at in groups(self._cells.block_of[cells])]
         return sum(block.column.rows_nbytes(rows[at]) for block, at in found if not block.on_disk)
 
     def add(self, slots: IntArray, column: WireColumn) -> IntArray:
@@ -220,39 +297,40 @@ class FieldBlocks:
 
         Returns the slots that had no value, each once.
         """
-        run = as_run(slots)
-        held, once = self._block_of[run] >= 0, isinstance(run, slice)  # a slice has no repeated slots
+        cells = self._cells.claim(slots)
+        held, once = self._cells.block_of[cells] >= 0, isinstance(cells, slice)  # a slice has no repeated cells
         fresh = slots if once else distinct(slots)
         if 1 in held.tobytes():  # half the time of held.any() for a few
-            self.delete(distinct(slots[held]))
+            self.delete(self._cells.of(distinct(slots[held])))
             fresh = distinct(slots[~held])
-        block, first = self._insert(slots, run, column)
+        block, first = self._insert(cells, column)
         if not once:
-            stale = np.flatnonzero(self._row_of[slots] != np.arange(first, first + column.rows))
+            stale = np.flatnonzero(self._cells.row_of[cells] != np.arange(first, first + column.rows))
             if len(stale):
                 self._kill(block, first + stale)
         return fresh
 
     def whole(self, run: slice) -> tuple[WireColumn, slice] | None:
         """Return the block that holds these slots in order, and their rows in it; None if there is none."""
-        block = self.blocks.get(self._block_of.item(run.start))
-        if block is None or block.first is None:
+        cells = self._cells.run_of(run)
+        block = None if cells is None else self.blocks.get(self._cells.block_of.item(cells.start))
+        if cells is None or block is None or block.first is None:
             return None
-        rows = slice(run.start - block.first, run.stop - block.first)
+        rows = slice(cells.start - block.first, cells.stop - block.first)
         some_died = block.live < block.column.rows
-        if rows.stop > block.column.rows or (some_died and (self._block_of[run] != block.number).any()):
+        if rows.stop > block.column.rows or (some_died and (self._cells.block_of[cells] != block.number).any()):
             return None
         return block.column, rows
 
-    def located(self, slots: IntArray) -> list[tuple[WireColumn, IntArray, IntArray]]:
-        """(block, positions in ``slots``, their rows in the block) for every block that holds some of these slots."""
-        rows = self._row_of[slots].astype(np.int64)
-        return [(self.blocks[number].column, at, rows[at]) for number, at in groups(self._block_of[slots])]
+    def located(self, cells: IntArray) -> list[tuple[WireColumn, IntArray, IntArray]]:
+        """(block, positions in ``cells``, their rows in the block) for every block that holds some of these cells."""
+        rows = self._cells.row_of[cells].astype(np.int64)
+        return [(self.blocks[number].column, at, rows[at]) for number, at in groups(self._cells.block_of[cells])]
 
-    def delete(self, slots: IntArray) -> None:
-        """Delete the values of these slots, which must all have one."""
-        numbers, rows = self._block_of[slots], self._row_of[slots]
-        self._block_of[slots] = -1
+    def delete(self, cells: IntArray) -> None:
+        """Delete the values of these cells, which must all have one."""
+        numbers, rows = self._cells.block_of[cells], self._cells.row_of[cells]
+        self._cells.block_of[cells] = -1
         for number, at in groups(numbers):
             self._kill(self.blocks[number], rows[at])
 
@@ -305,7 +383,7 @@ class FieldBlocks:
         block.live_nbytes -= nbytes
         self._held.live_nbytes -= nbytes
 
-    def _insert(self, slots: NDArray[np.integer], run: Positions, column: WireColumn) -> tuple[Block, int]:
+    def _insert(self, cells: Positions, column: WireColumn) -> tuple[Block, int]:
         """Returns the block of these rows, and the number of the first one there."""
         held, file = self._held, self._held.file
         on_disk = file is not None and file.holds(column.data)
@@ -319,10 +397,10 @@ class FieldBlocks:
                 full, tail = tail.block, None
                 self._close(full)
         if tail is not None:
-            block, first = tail.block, tail.append(column, slots, run)
+            block, first = tail.block, tail.append(column, cells)
         else:
             number, first = self._free_numbers.pop() if self._free_numbers else len(self.blocks), 0
-            block = self.blocks[number] = Block(number, column, slots.astype(np.int32), run)
+            block = self.blocks[number] = Block(number, column, cells)
             if on_disk:
                 self._count_on_disk(block)
             elif column.nbytes < _SMALL_NBYTES:
@@ -331,8 +409,8 @@ class FieldBlocks:
                 self._may_spill(block)
         held.held_nbytes += column.nbytes
         held.live_nbytes += column.nbytes
-        self._block_of[run] = block.number
-        self._row_of[run] = np.arange(first, first + column.rows)
+        self._cells.block_of[cells] = block.number
+        self._cells.row_of[cells] = np.arange(first, first + column.rows)
         if full is not None and full.mostly_dead:
             self.compact(full)
         return block, first
@@ -370,11 +448,11 @@ class FieldBlocks:
 
     def _relocate(self, block: Block, within: slice) -> bool:
         """Copy the live ones of these rows elsewhere, and free the block if it has no others. False: without memory."""
-        slots, numbers = block.slots[within], np.arange(within.start, within.stop)
-        lives = (self._block_of[slots] == block.number) & (self._row_of[slots] == numbers)
+        cells, numbers = block.cells[within], np.arange(within.start, within.stop)
+        lives = (self._cells.block_of[cells] == block.number) & (self._cells.row_of[cells] == numbers)
         if not lives.any():
             return True
-        slots, rows = slots[lives], as_run(numbers[lives])
+        cells, rows = cells[lives], as_run(numbers[lives])
         try:
             column = self._copied(block, rows)
         except MemoryError:
@@ -383,5 +461,5 @@ class FieldBlocks:
         self._mark_dead(block, rows)
         if not block.live:
             self._remove(block)
-        self._insert(slots, as_run(slots), column)
+        self._insert(as_run(cells), column)
         return True
