@@ -153,6 +153,26 @@ def test_a_server_that_leaves_takes_its_values_along_by_name(serve, keys):
     assert client.get_data(meta)["x"].shape[0] == 16
 
 
+def test_groups_whose_heads_left_with_a_server_let_others_pass_and_are_named(serve, keys):
+    local, remote = addresses(serve(*LISTEN, "--key-file", keys))
+    second = serve(*LISTEN, "--key-file", keys, "--join", remote)
+    heads = join(addresses(second)[0], keys).add_groups({"x": torch.arange(2)}, "p", keys=["lost 0", "lost 1"])
+    second.terminate()
+    assert second.wait() == 0
+    client = join(local, keys)
+    client.add_groups({"x": torch.arange(2)}, "p", keys=["a", "b"])
+    with pytest.raises(tq.UnitLostError, match="field 'x' of 2 samples"):
+        client.get_data(heads)
+    assert [lease.key for lease in client.lease("p", 3)] == ["a", "b"]
+    for _ in range(2):
+        with pytest.raises(tq.UnitLostError, match="field 'x' of 1 samples"):
+            client.lease("p", timeout_s=5)
+    client.add_groups({"x": torch.arange(1)}, "p", keys=["c"])
+    assert client.lease("p").pop().key == "c"
+    client.put({"x": torch.arange(2)}, heads)
+    assert sorted(lease.key for lease in client.lease("p", 2)) == ["lost 0", "lost 1"]
+
+
 def test_a_server_prints_lines_that_lead_other_programs_to_it(serve, keys, tmp_path):
     pytest.importorskip("prometheus_client")
     (tmp_path / "queue.yaml").write_text("metrics: {enabled: true}")

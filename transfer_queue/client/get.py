@@ -246,7 +246,12 @@ class Gets(ClientBase):
         storage, units = self.storage_manager, None
         if await storage.in_several_units():
             units = await self._places(metadata, metadata.field_names)
-        return await self._read(metadata, units, layout)
+        try:
+            return await self._read(metadata, units, layout)
+        except StorageKeyNotFoundError:  # they may have been in another unit, which has ended
+            for part in metadata.chunk_by_partition():
+                await self._check_lost(part.partition_ids[0], part.field_names, part.global_indexes)
+            raise
 
     async def _read_apart(
         self, meta: BatchMeta, common: Mapping[str, torch.dtype], layout: str | None = None
@@ -294,11 +299,7 @@ class Gets(ClientBase):
         except (SampleClearedError, UnknownPartitionError) as error:
             raise StorageKeyNotFoundError(str(error)) from None
         if not np.frombuffer(described.status, dtype=np.int8).all():
-            lost = (await self.session.ask(p.ListLost, p.Done, partition)).value
-            wanted = p.unpack_indexes(indexes)
-            found = {name: np.intersect1d(wanted, p.unpack_indexes(lost.get(name, b""))).tolist() for name in names}
-            if any(found.values()):
-                raise values_lost({name: some for name, some in found.items() if some})
+            await self._check_lost(partition, names, p.unpack_indexes(indexes))
             each = {name: await self.session.ask(p.Describe, p.Batch, partition, [name], indexes) for name in names}
             lacking = [name for name, own in each.items() if not np.frombuffer(own.status, dtype=np.int8).all()]
             raise StorageKeyNotFoundError(
@@ -306,6 +307,13 @@ class Gets(ClientBase):
                 "put yet, or never. Fetch again, or correct the names."
             )
         return described
+
+    async def _check_lost(self, partition: str, names: Sequence[str], indexes: Sequence[int] | p.Indexes) -> None:
+        """Raises UnitLostError for values that were lost with a storage unit."""
+        lost = (await self.session.ask(p.ListLost, p.Done, partition)).value
+        found = {name: np.intersect1d(indexes, p.unpack_indexes(lost.get(name, b""))).tolist() for name in names}
+        if any(found.values()):
+            raise values_lost({name: some for name, some in found.items() if some})
 
     async def async_ack(self, metadata: BatchMeta, task_name: str, earlier: bool = False) -> int:
         """Acknowledge the batch of this metadata: no reader will ask for it again. Returns 0 if it already was.

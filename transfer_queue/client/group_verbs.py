@@ -144,10 +144,14 @@ class GroupVerbs(Gets, LeaseClient):
             wait_s = min(max(0.0, end - time.monotonic()), _SLICE_S)
             try:
                 return await self._leased(msgspec.structs.replace(request, id=self.session.number(), wait_s=wait_s))
-            except SampleClearedError:
+            except SampleClearedError as error:
                 # This process stood still between the answer and the reading of a head. The lease was lost meanwhile,
                 # and its group has been trained: there may be other work.
-                continue
+                if time.monotonic() >= end:
+                    raise BatchTimeoutError(
+                        f"lease got only groups whose heads were cleared before it read them: {error.args[0]} Lease "
+                        f"again, or wait longer (timeout_s)."
+                    ) from error
             except BatchTimeoutError as error:
                 if time.monotonic() >= end:
                     raise

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from operator import itemgetter
 
 import numpy as np
@@ -68,9 +69,19 @@ class _Grants:
         self._unused: list[int] = []
         """Rows of earlier holders that it doesn't go on with. They go last, since other rows may then move."""
         self._heads: list[p.Batch] = []
+        self._avoids_lost = True
+        """Groups whose heads were lost are only granted where there are no others, to name the loss to a reader."""
+        self._has_avoided = False
 
     def reply(self) -> p.Reply | More | None:
         """None: there is nothing to work on."""
+        found = self._reply()
+        if found is None and self._has_avoided:
+            self._avoids_lost = False
+            found = self._reply()
+        return found
+
+    def _reply(self) -> p.Reply | More | None:
         for partition in matching(self._state, self._request.partitions):
             groups = partition.groups
             if groups is None:
@@ -81,9 +92,11 @@ class _Grants:
                     return MORE
                 break
             num_before = len(self._leases)
-            self._take_begun(partition, groups)
+            avoided = partition.lost_heads() if self._avoids_lost else set()
+            self._has_avoided |= bool(avoided)
+            self._take_begun(partition, groups, avoided)
             if self._num_missing:
-                self._take_fresh(partition, groups, among)
+                self._take_fresh(partition, groups, among, avoided)
             if made := self._leases[num_before:]:
                 self._state.producers.announced(self._call, groups.member_fields)
                 group_work.clear(self._state, partition, self._unused)
@@ -104,18 +117,21 @@ class _Grants:
     def _num_missing(self) -> int:
         return self._request.count - len(self._leases)
 
-    def _take_begun(self, partition: Partition, groups: Groups) -> None:
+    def _take_begun(self, partition: Partition, groups: Groups, avoided: set[int]) -> None:
         """Work that others have left comes first. It has its slot."""
         for group in list(groups.with_free_parts.values()):
             if not self._num_missing:
                 return
-            if self._where is None or self._where.matches(partition.tags[group.index]):
+            matches = self._where is None or self._where.matches(partition.tags[group.index])
+            if matches and group.index not in avoided:
                 self._grant(partition, groups, group)
 
-    def _take_fresh(self, partition: Partition, groups: Groups, among: ReadySet | None) -> None:
+    def _take_fresh(self, partition: Partition, groups: Groups, among: ReadySet | None, avoided: set[int]) -> None:
         leases, version = self._state.leases, self._state.leases.version_of(partition.name)
         rows, index = [], partition.table.column("index")
-        fresh = self._first_fresh(groups, among)
+        if avoided:
+            avoided = set(partition.table.find(np.array(sorted(avoided), np.int64))[0].tolist())
+        fresh = self._first_fresh(groups, among, avoided)
         share_slots = len({terms for _, terms in fresh}) > 1
         for row, terms in fresh:
             if not self._num_missing:
@@ -133,19 +149,19 @@ class _Grants:
         if rows:
             groups.have_begun(np.array(rows, dtype=np.intp))
 
-    def _first_fresh(self, groups: Groups, among: ReadySet | None) -> list[tuple[int, p.Terms]]:
+    def _first_fresh(self, groups: Groups, among: ReadySet | None, avoided: set[int]) -> list[tuple[int, p.Terms]]:
         """(row, terms) of the first heads that wait for their first lease and have a slot, oldest ones first.
 
-        ``among``: only heads of this set.
+        ``among``: only heads of this set. ``avoided``: rows of heads that are left out.
         """
         found: list[tuple[int, p.Terms]] = []
         for terms, fresh in groups.fresh.items():
             if fresh.count and (room := self._state.leases.room(terms)):
                 most = min(self._num_missing, room)
-                rows = fresh.first(most).tolist() if among is None else [
+                rows = fresh.first(most + len(avoided)).tolist() if among is None else [
                     row for block in among.blocks() for row in block[fresh.contains(block)].tolist()
-                ][:most]  # fmt: skip
-                found += [(row, terms) for row in rows]
+                ]  # fmt: skip
+                found += islice(((row, terms) for row in rows if row not in avoided), most)
         return sorted(found, key=itemgetter(0))
 
     def _grant(self, partition: Partition, groups: Groups, group: Group) -> None:

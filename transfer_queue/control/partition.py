@@ -217,6 +217,14 @@ class Partition:
         """The fields that one of these samples lost with a storage unit."""
         return [name for name, lost in self.lost().items() if np.isin(indexes, lost).any()]
 
+    def lost_heads(self) -> set[int]:
+        """The heads of groups that lost a field with a storage unit."""
+        if not self._lost:
+            return set()
+        lost = np.concatenate([NO_INDEXES, *self.lost().values()])
+        rows, _ = self.table.find(lost)
+        return set(lost[self.table.column("state")[rows] == RowState.HEAD].tolist())
+
     def make_live(self, rows: Rows, become: int = RowState.LIVE) -> None:
         """Reserved rows become samples, or heads; the partition seals itself at its declared number of samples."""
         state = self.table.column("state")
