@@ -347,8 +347,12 @@ def _causes(facts: Numbers) -> Iterator[str]:
         others = " and maybe others" * (len(owed_by) >= _MOST_OWING)
         owing = f" by client{'s' * (len(owed_by) > 1)} {', '.join(owed_by)}{others}" if owed_by else ""
         yield f"{count:,} {_be(count)} reserved{owing} and not put yet"
-    yield from (f"{_counted(n)} lost {name!r} with a storage unit" for name, n in facts.get("lost", {}).items())
+    yield from _losses(facts)
     yield from _about_the_partition(facts)
+
+
+def _losses(facts: Numbers) -> Iterator[str]:
+    return (f"{_counted(n)} lost {name!r} with a storage unit" for name, n in facts.get("lost", {}).items())
 
 
 def _about_the_partition(facts: Numbers) -> Iterator[str]:
@@ -410,6 +414,7 @@ def _states_of(groups: Numbers) -> tuple[str, ...]:
 
 def _of_groups(facts: Numbers) -> Iterator[str]:
     yield from _states_of(facts["groups"]) or ("there are none",)
+    yield from _losses(facts)
     slots = facts["groups"]["slots"].get(facts["task"])
     if slots is not None and slots["used"] >= slots["budget"]:
         elsewhere = slots["used"] - slots["here"]
@@ -423,7 +428,9 @@ def _for_groups(facts: Numbers) -> Iterator[str]:
     """What may help a task that waits for groups, by what there is most of."""
     states, task = facts["groups"]["states"], facts["task"]
     slots = facts["groups"]["slots"].get(task, {"used": 0, "here": 0, "budget": 1})
-    if states.get("running"):
+    if facts.get("lost"):
+        yield from _put_again(facts["partition"])
+    elif states.get("running"):
         yield from ("look at the worker of the oldest group", "set deadline_s (add_groups)")
     elif states.get("closed"):
         gate = f", and the tags of the gate {slots['gate']!r}," if slots.get("gate") else ""

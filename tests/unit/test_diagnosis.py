@@ -285,6 +285,13 @@ def test_a_wait_for_groups_says_what_becomes_of_them(own: dict[str, Any], text: 
     assert str(not_ready(reply, "learn", "train", ["x"], 3.21)) == wait
 
 
+def test_a_wait_for_groups_names_values_that_were_lost_with_a_storage_unit() -> None:
+    groups = {**GROUPS, "states": {"closed": 2}, "rejected": {}}
+    (text,) = (each for each in said(stats([FETCH], groups=groups, lost={"x": 3})) if each.startswith("task"))
+    assert text.startswith("task 'learn' waited 3.2 s for 16 groups of 'train': 2 without a tag or field, 3 samples")
+    assert "lost 'x' with a storage unit, 16 of 16 slots in use. Put the lost values again" in text
+
+
 def test_a_task_that_draws_samples_is_told_of_samples_where_there_are_groups() -> None:
     (text,) = said(stats([{**FETCH, "task": "reward"}], groups=GROUPS))
     assert text.startswith("task 'reward' waited 3.2 s for 4 samples of 'train': 1 ready")

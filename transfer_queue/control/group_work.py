@@ -467,6 +467,8 @@ def left(state: PlaneState, partition: Partition, task: str) -> Iterator[None]:
         while groups.are_left(terms) and groups.fresh[terms].count:
             _never_begin(state, partition, terms, groups.fresh[terms].first(_FEW), f"left over: {why}")
             yield
+            if state.partitions.get(partition.name) is not partition:
+                return
 
 
 def _never_begin(state: PlaneState, partition: Partition, terms: p.Terms, rows: Rows, reason: str) -> None:
