@@ -267,9 +267,9 @@ def _wait(stats: Numbers, waiting: Numbers) -> Finding:
     if partition is None:
         return _fetch({**waiting, "elsewhere": _holds(stats["partitions"])})
     groups = partition.get("groups", {})
-    if waiting["task"] in groups.get("slots", ()):
-        return _fetch({**waiting, "groups": groups, "sealed": partition["sealed"]})
     lost = {field: count for field, count in partition["lost"].items() if field in waiting["fields"]}
+    if waiting["task"] in groups.get("slots", ()):
+        return _fetch({**waiting, "groups": groups, "sealed": partition["sealed"], "lost": lost})
     own = {"known_fields": partition["fields"], "reserved": partition["held"], "sealed": partition["sealed"]}
     return _fetch({**waiting, **own, "lost": lost, **({} if partition["put_total"] else {"last_published_s": None})})
 
