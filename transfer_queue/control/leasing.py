@@ -69,19 +69,17 @@ class _Grants:
         self._unused: list[int] = []
         """Rows of earlier holders that it doesn't go on with. They go last, since other rows may then move."""
         self._heads: list[p.Batch] = []
-        self._avoids_lost = True
-        """Groups whose heads were lost are only granted where there are no others, to name the loss to a reader."""
         self._has_avoided = False
 
     def reply(self) -> p.Reply | More | None:
-        """None: there is nothing to work on."""
-        found = self._reply()
-        if found is None and self._has_avoided:
-            self._avoids_lost = False
-            found = self._reply()
-        return found
+        """None: there is nothing to work on.
 
-    def _reply(self) -> p.Reply | More | None:
+        Groups whose heads were lost are only granted where there are no others, to name the loss to a reader.
+        """
+        found = self._reply(avoids_lost=True)
+        return self._reply(avoids_lost=False) if found is None and self._has_avoided else found
+
+    def _reply(self, avoids_lost: bool) -> p.Reply | More | None:
         for partition in matching(self._state, self._request.partitions):
             groups = partition.groups
             if groups is None:
@@ -92,7 +90,7 @@ class _Grants:
                     return MORE
                 break
             num_before = len(self._leases)
-            avoided = partition.lost_heads() if self._avoids_lost else set()
+            avoided = partition.lost_heads() if avoids_lost else set()
             self._has_avoided |= bool(avoided)
             self._take_begun(partition, groups, avoided)
             if self._num_missing:
