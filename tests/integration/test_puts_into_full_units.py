@@ -36,6 +36,7 @@ def queue(request: pytest.FixtureRequest) -> Iterator[Any]:
     storage = {
         "num_data_storage_units": 1,
         "capacity_bytes": 100_000,
+        "total_storage_size": 8,
         "put_timeout_s": 20.0,
         "arena": request.param["arena"],
     }
@@ -76,6 +77,11 @@ def row(nbytes: int, value: int, field: str = "a") -> TensorDict:
     return TensorDict({field: torch.from_numpy(np.full((1, nbytes), value, np.uint8))}, batch_size=[1])
 
 
+def several(nbytes: int) -> TensorDict:
+    """As many rows of so many bytes as the queue takes."""
+    return TensorDict({"a": torch.from_numpy(np.full((8, nbytes), 1, np.uint8))}, batch_size=[8])
+
+
 def fill(client: tq.TransferQueueClient, partition: str, nbytes: int) -> tq.BatchMeta:
     return client.put(row(nbytes, 1), partition_id=f"{partition}/full")
 
@@ -108,6 +114,24 @@ def beside(*acts: Callable[[], Any]) -> Iterator[list[Any]]:
 
 
 # ---- let in ----
+
+
+@pytest.mark.parametrize("by_key", [False, True], ids=["new", "by key"])
+def test_two_puts_never_hold_what_the_other_waits_for(client, other, name, by_key):
+    """One has leased the memory and waits for samples. The other would have the samples and wait for memory."""
+    full = client.put(several(5_000), partition_id=f"{name}/full")
+    client.create_partition(name)
+
+    def small() -> None:
+        keys = [f"key-{number}" for number in range(8)]
+        tq.kv_batch_put(keys, name, several(6_250)) if by_key else client.put(several(6_250), partition_id=name)
+
+    with beside(lambda: other.put(several(11_250), partition_id=name), small) as done:
+        assert until(lambda: len(client.get_stats()["waiting"]) == 2)
+        client.clear_samples(full)
+        for _ in done:
+            client.clear_samples(client.get_meta(["a"], 8, name, task_name="t", timeout_s=WAIT_S))
+    assert not any(isinstance(each, Exception) for each in done)
 
 
 def test_new_samples_are_published_when_a_clear_lets_them_in(client, other, name, nbytes):

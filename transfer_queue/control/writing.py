@@ -139,7 +139,7 @@ class Insertion(Holding):
 def write(state: PlaneState, call: Call, request: Writer) -> p.Reply | Wait:
     """Serve a writer at once if no other waits or it needs no room; otherwise it waits."""
     count = check(state, request)
-    if not count or not state.waits.count or not state.waits.has(WRITERS):
+    if not count or has_room(state, count):
         reply = _admit(state, call, request, count)
         if reply is not None:
             return reply
@@ -167,7 +167,12 @@ def takes_now(state: PlaneState, call: Call, request: p.Reserve) -> bool:
         return False
     if request.role is not None:
         group_work.check_members(state, call, request.partition, request.role, request.count)
-    return check(state, request) <= state.room() and not (state.waits.count and state.waits.has(WRITERS))
+    return has_room(state, check(state, request))
+
+
+def has_room(state: PlaneState, count: int) -> bool:
+    """Whether there is room for so many samples now, and no writer waits that must come first."""
+    return count <= state.room() and not (state.waits.count and state.waits.has(WRITERS))
 
 
 def add(

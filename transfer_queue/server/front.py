@@ -330,6 +330,12 @@ class _ComposedCalls:
 
     def _put_in_steps(self, call: Call, put: p.Put, columns: Columns | None) -> Steps:
         begin = put.begin
+        if columns is not None and not columns.lease and not self._is_free(call, begin, columns):
+            # Memory before samples, as a put has them that leases memory: otherwise each may wait for the other.
+            kept = yield from replied(self._unit.keep_room(call, begin.wait_s))
+            if isinstance(kept, p.Failed):
+                return kept
+            columns = msgspec.structs.replace(columns, lease=call.number)
         first = yield from replied(self._plane.verbs[type(begin)](call, begin))
         if isinstance(first, p.Failed):
             return first
@@ -348,6 +354,15 @@ class _ComposedCalls:
                 over.keep()
                 self._plane.calls.hold(call, Effect())
         return published if isinstance(begin, p.ResolveKeys) else first
+
+    def _is_free(self, call: Call, begin: writing.Writer | p.CheckFields, columns: Columns) -> bool:
+        """Whether a put takes nothing that others wait for: it replaces values, or there is room for all of it."""
+        if isinstance(begin, p.CheckFields):
+            return True
+        num_new = writing.check(self._plane.state, begin)
+        if isinstance(begin, p.ResolveKeys) and num_new < len(begin.keys):
+            return True
+        return writing.has_room(self._plane.state, num_new) and self._unit.takes_now(call, columns)
 
     def _columns(self, call: Call, data: bytes) -> Columns:
         """What a put stores. The memory that it leased ends with the put, whatever becomes of that."""

@@ -286,6 +286,17 @@ class StorageUnit:
         self._squeeze()
         return LeasedMemory(call.number, self._arena.offset_of(extent))
 
+    def keep_room(self, call: Call, wait_s: float) -> Reply | Wait:
+        """Room for the write of this call, which has its values and names no lease. It is a lease without addresses."""
+        nbytes = sum(map(_nbytes, call.frames))
+        lease = LeaseMemory(call.number, nbytes, b"", [], wait_s)
+        return self._when_room(call, lease, nbytes, [], partial(self._keep_room, call, nbytes))
+
+    def _keep_room(self, call: Call, nbytes: int) -> Reply:
+        self._leased_nbytes += nbytes
+        self.calls.hold(call, MemoryLease([], partial(self._lease_over, nbytes)))
+        return LeasedMemory(call.number, -1)
+
     def _lease_over(self, nbytes: int) -> None:
         self._leased_nbytes -= nbytes
         self._freed()
@@ -304,7 +315,7 @@ class StorageUnit:
         # Unpacked before it may wait: a malformed write must fail in its own turn, not in that of another client.
         rows = self._unpacked(call, unpack_indexes(request.indexes), request.columns)
         written = partial(self._written, call, rows, request.fresh)
-        if rows.leased or self._capacity is None:
+        if request.columns.lease or self._capacity is None:
             return written()
         fields = [header.field for header in request.columns.headers]
         return self._when_room(call, request, sum(map(_nbytes, call.frames)), fields, written)
@@ -342,7 +353,8 @@ class StorageUnit:
             for header in columns.headers:
                 if header.selection >= 0:
                     raise ProtocolError("a write names rows out of order: what is stored lies back to back.")
-            view = self._carved(columns, held[0].extents[0] if held else None) if columns.lease else None
+            addressed = columns.lease and not (held and not held[0].extents)
+            view = self._carved(columns, held[0].extents[0] if held else None) if addressed else None
             stored = unpack_columns(columns.headers, columns.tables, call.frames, len(indexes), view)
             return RowsToWrite(indexes, stored, view is not None)
         finally:
