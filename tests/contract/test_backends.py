@@ -289,14 +289,16 @@ def queue_address() -> str:
     return str(tq.init().address)
 
 
-def exit_code_of(target: Callable[[str], None], partition: str) -> int | None:
-    """Of a forked process. It has one thread of torch: the others are its parent's, and never answer."""
+def _run(target: Callable[[str], None], partition: str, conf: Any) -> None:
+    torch.set_num_threads(1)  # the others of a fork are its parent's, and never answer
+    tq.init(conf)
+    target(partition)
 
-    def run() -> None:
-        torch.set_num_threads(1)
-        target(partition)
 
-    process = multiprocessing.get_context("fork").Process(target=run)
+def exit_code_of(target: Callable[[str], None], partition: str, conf: Any) -> int | None:
+    """Of a forked process; Ray doesn't work in one."""
+    context = multiprocessing.get_context("spawn" if conf.backend.storage_backend == "RayStore" else "fork")
+    process = context.Process(target=_run, args=(target, partition, conf))
     process.start()
     process.join(90 * SLOW)
     process.kill()
@@ -325,9 +327,23 @@ def put_and_die_before_the_publish(partition: str) -> None:
 def test_a_writer_that_dies_before_its_publish_leaves_no_value(client, queue, name):
     if queue.backend.storage_backend == "FilesByHand":
         pytest.skip("nobody knows the fields of what was never published")
-    assert exit_code_of(put_and_die_before_the_publish, name) == 7
+    assert exit_code_of(put_and_die_before_the_publish, name, queue) == 7
     assert until(lambda: not keys_in_files(queue) and not any(unit["values"] for unit in client.get_storage_stats()))
     assert client.get_stats()["partitions"].get(name, {"samples": 0})["samples"] == 0
+
+
+def put_in_vain(partition: str) -> None:
+    with pytest.raises(tq.TransferQueueError, match=r'a fork of one that uses Ray.*context="spawn"'):
+        tq.get_client().put(large(), partition_id=partition)
+
+
+def test_a_fork_of_a_process_that_uses_ray_is_refused_where_ray_would_hang(client, queue, name):
+    if queue.backend.storage_backend != "RayStore":
+        pytest.skip("the others work in forks")
+    process = multiprocessing.get_context("fork").Process(target=_run, args=(put_in_vain, name, queue))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 def put_and_die_before_the_commit(partition: str) -> None:
@@ -341,6 +357,6 @@ def test_a_writer_that_dies_before_it_commits_references_leaves_none(client, que
         pytest.skip("all key-value stores have the same references")
     client.put(rows(a=torch.zeros(2, 1)), partition_id=name)
     before = keys_in_files(queue)
-    assert exit_code_of(put_and_die_before_the_commit, name) == 7
+    assert exit_code_of(put_and_die_before_the_commit, name, queue) == 7
     assert until(lambda: not any(unit["uncommitted_nbytes"] for unit in client.get_storage_stats()))
     assert (keys_in_files(queue), [unit["values"] for unit in client.get_storage_stats()]) == (before, [2])

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from multiprocessing.util import Finalize
 from typing import Any
@@ -30,32 +29,13 @@ from transfer_queue.launch.ray_units import (
 )
 from transfer_queue.sampler.registry import as_sampler
 from transfer_queue.storage.backends import is_of_units
-from transfer_queue.storage.clients.ray_client import import_ray
+from transfer_queue.storage.clients.ray_client import import_ray, is_in_fork, is_ray_up
 from transfer_queue.storage.locked_directories import remove_directory
 from transfer_queue.utils.logging_utils import get_logger
 from transfer_queue.utils.machine import host_id
 
 _log = get_logger(__name__)
 _STOP_TIMEOUT_S = 20.0
-_in_fork: list[bool] = []
-
-
-def _note_fork() -> None:
-    if _ray_is_up():
-        _in_fork.append(True)
-
-
-os.register_at_fork(after_in_child=_note_fork)
-
-
-def _ray_is_up() -> bool:
-    ray: Any = sys.modules.get("ray")  # a process that uses Ray has imported it
-    return ray is not None and hasattr(ray, "is_initialized") and bool(ray.is_initialized())
-
-
-def is_in_use() -> bool:
-    """Whether this process uses Ray. A fork of one that does can't."""
-    return _ray_is_up() and not _in_fork
 
 
 def is_wanted(launch: str) -> bool:
@@ -64,14 +44,19 @@ def is_wanted(launch: str) -> bool:
     Raises:
         LaunchError: it is a fork of a process that uses Ray, and had to be initialized before.
     """
-    if launch == "local" or (launch == "auto" and not _ray_is_up()):
+    if launch == "local" or (launch == "auto" and not is_ray_up()):
         return False
-    if _in_fork:
+    if is_in_fork():
         raise LaunchError(
             "this process is a fork of one that uses Ray, and Ray doesn't work in forks: call transfer_queue.init() "
             "before the fork, or pass the configuration that init() returned."
         )
     return True
+
+
+def is_in_use() -> bool:
+    """Whether this process uses Ray. A fork of one that does can't."""
+    return is_ray_up() and not is_in_fork()
 
 
 def find() -> Any | None:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -18,6 +20,28 @@ from transfer_queue.storage.base import StorageKVClient
 NAMESPACE = "transfer_queue"
 _OBJECT_NBYTES = 1024 * 1024
 """Neighbouring values share an object of up to this size: an object of Ray costs as much as copying some 100 KiB."""
+
+
+_in_fork: list[bool] = []
+
+
+def _note_fork() -> None:
+    if is_ray_up():
+        _in_fork.append(True)
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def is_ray_up() -> bool:
+    """Whether this process has initialized Ray, or the one that it is a fork of."""
+    ray: Any = sys.modules.get("ray")  # a process that uses Ray has imported it
+    return ray is not None and hasattr(ray, "is_initialized") and bool(ray.is_initialized())
+
+
+def is_in_fork() -> bool:
+    """Whether this process is a fork of one that uses Ray, which does not work there: its calls hang."""
+    return bool(_in_fork)
 
 
 class RayStorageClient(StorageKVClient):
@@ -72,6 +96,11 @@ class RayStorageClient(StorageKVClient):
     @contextmanager
     def _calls(self) -> Iterator[Any]:
         """The actor that owns the values. Ray's errors become QueueUnreachableError."""
+        if is_in_fork():
+            raise BackendUnavailableError(
+                "this process is a fork of one that uses Ray, and Ray's object store doesn't work in forks. Start it "
+                'with multiprocessing_context="spawn", or as a process of its own.'
+            )
         try:
             if self._owner is None:
                 if not self._ray.is_initialized():
