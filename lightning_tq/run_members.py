@@ -15,6 +15,7 @@ from lightning_tq.queue_config import QueueConfig
 from lightning_tq.queue_connection import QueueConnection
 from lightning_tq.rank_watchdog import RankGoneError
 from transfer_queue.errors import ConfigError, InvalidRequestError, TransferQueueError
+from transfer_queue.utils.machine import host_and_port, is_any_host
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -27,8 +28,6 @@ _LEAVE_S = 5.0
 """Seconds that the thread gets to hear that this rank has left; it holds nothing, and ends with its process."""
 _HEAD_START_S = 1.0
 """A rank that failed ends first, so that its launcher reports its error and not the others'."""
-_EVERYWHERE = ("0.0.0.0", "*", "[::]", "::")
-"""Hosts of an address that listens on all networks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +144,8 @@ def _reachable(owner: Trainer | Fabric, listen: str | None) -> str | None:
     """The listening queue's address for other hosts, which reach the first rank's host as the launcher says."""
     if listen is None:
         return None
-    host, _, port = listen.removeprefix("tcp://").rpartition(":")
+    host, port = host_and_port(listen)
     environment: Any = getattr(owner.strategy, "cluster_environment", None)
-    if host not in _EVERYWHERE or environment is None:
+    if not is_any_host(host) or environment is None:
         return listen
     return f"tcp://{environment.main_address}:{port}"

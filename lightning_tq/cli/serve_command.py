@@ -69,11 +69,13 @@ def _tell(conf: dict[str, Any], joined: bool, local: str, remote: str | None, me
 
 def _lines(conf: dict[str, Any], joined: bool, local: str, remote: str | None, metrics: str | None) -> Iterator[str]:
     """The line that scripts read, and then what a person copies."""
+    from transfer_queue.utils.machine import host_and_port, is_any_host
+
     yield f"ready {local}{'' if remote is None else ' ' + remote}"
     yield f"programs of this host:  export TQ_ADDRESS={local}"
     if remote is not None:
-        host, _, port = remote.removeprefix("tcp://").rpartition(":")
-        name = socket.gethostname() if host in ("0.0.0.0", "*", "[::]") else host
+        host, port = host_and_port(remote)
+        name = socket.gethostname() if is_any_host(host) else host
         keys = conf.get("key_file") or os.path.join(os.path.dirname(local.removeprefix("ipc://")), "keys")
         copied = "" if conf.get("encryption") == "none" else f" TQ_KEY_FILE={keys}  (a copy of this host's)"
         yield f"of other hosts:         export TQ_ADDRESS=tcp://{name}:{port}{copied}"

@@ -8,6 +8,8 @@ import concurrent.futures
 import os
 import re
 import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -32,6 +34,19 @@ class Pickled:
 
     def __reduce__(self) -> Any:
         return (os.abort, ())
+
+
+def test_a_program_killed_while_its_queue_starts_leaves_nothing_and_no_traceback(tmp_path):
+    command = [sys.executable, "-c", "import transfer_queue as tq; tq.init(); input()"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as program:
+        while not psutil.Process(program.pid).children():
+            assert program.poll() is None
+        program.kill()
+        assert program.stderr.read() == ""  # until the server has ended, too
+    assert not list(tmp_path.glob("tq-*"))
 
 
 def test_get_client_and_the_module_functions_ask_for_init_first():

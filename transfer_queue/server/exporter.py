@@ -18,6 +18,7 @@ import msgspec
 from transfer_queue.errors import ConfigError, LaunchError, TransferQueueError
 from transfer_queue.server.metric_families import metrics_of
 from transfer_queue.transport.blocking import run_blocking
+from transfer_queue.utils.machine import host_and_port, is_any_host
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -68,7 +69,7 @@ class Exporter:
         self._server.set_app(make_wsgi_app(registry))
         self._thread = threading.Thread(target=self._server.serve_forever, name="tq-metrics", daemon=True)
         self._thread.start()
-        shown = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+        shown = socket.gethostname() if is_any_host(host) else f"[{host}]" if ":" in host else host
         self.endpoint = f"{shown}:{self._server.server_port}"
         """ "host:port"; of a server at all addresses, with this host's name."""
 
@@ -141,7 +142,7 @@ def metrics_host(config: FullConfig) -> str:
     """Where the queue's metrics are served: as configured, else where it listens for other hosts, else here alone."""
     if config.metrics.host is not None or config.listen is None:
         return config.metrics.host or "127.0.0.1"
-    host = config.listen.removeprefix("tcp://").rpartition(":")[0]
+    host, _ = host_and_port(config.listen)
     return "0.0.0.0" if host == "*" else host.strip("[]")
 
 

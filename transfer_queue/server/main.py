@@ -258,9 +258,12 @@ def _stop_at_signal(server: SocketServer, signals: set[signal.Signals]) -> None:
 
 
 def _tell(replies: TextIO, **said: Any) -> None:
-    """The one line that the process which waits for this server reads."""
-    replies.write(json.dumps(said) + "\n")
-    replies.close()
+    """The one line that the process which waits for this server reads. If that has ended, so does the server."""
+    try:
+        replies.write(json.dumps(said) + "\n")
+        replies.close()
+    except BrokenPipeError:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from transfer_queue.errors import ClosedError, TransferQueueError
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.session import Session
-from transfer_queue.utils.machine import host_id
+from transfer_queue.utils.machine import host_and_port, host_id, is_any_host
 
 
 class Membership:
@@ -56,12 +56,12 @@ class Membership:
 
 def advertised(address: str, controller: str) -> str:
     """The address for other hosts. A server that listens everywhere is reached as the controller reaches this host."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if not address.startswith("tcp://") or host not in ("0.0.0.0", "*", "[::]", "::"):
+    host, port = host_and_port(address)
+    if not address.startswith("tcp://") or not is_any_host(host):
         return address
     own = "127.0.0.1"
     if controller.startswith("tcp://"):
-        where, _, to = controller.removeprefix("tcp://").rpartition(":")
+        where, to = host_and_port(controller)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((where, int(to)))  # sends nothing
             own = probe.getsockname()[0]

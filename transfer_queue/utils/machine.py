@@ -56,6 +56,17 @@ def _limit(file: Path) -> int | None:
     return int(text) if text.isdecimal() else None  # "max": no limit
 
 
+def host_and_port(address: str) -> tuple[str, str]:
+    """ "[::1]" and "5555" of "tcp://[::1]:5555"."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host, port
+
+
+def is_any_host(host: str) -> bool:
+    """Whether a server of this host listens on all networks."""
+    return host in ("0.0.0.0", "*", "[::]", "::")
+
+
 def pid_namespace() -> int | None:
     """Identifies the namespace in which this process's pids are valid; None if the system doesn't say."""
     try:

@@ -88,7 +88,8 @@ def lend_arena(server: SocketServer, file: SpillFile | None = None) -> Arena | N
         lent = [arena] if file is None else [arena, file]
         lender = Lender(path, server.attend, [each.descriptor for each in lent])
     except OSError as error:  # such as a limit on addresses
-        _log.warning("%s shares no memory (%s): values travel as frames, which is slower", server.address, error)
+        if not isinstance(error, FileNotFoundError):  # its directory has gone with the owner, and the server goes, too
+            _log.warning("%s shares no memory (%s): values travel as frames, which is slower", server.address, error)
         if arena is not None:
             arena.close()
         return None
