@@ -173,7 +173,8 @@ class Stream:
         if isinstance(sampler, BaseSampler):
             sampler = sampler.for_ranks(dp_size)
             sampler.check(self.batch_size or 0, dp_size)
-        client.register_task(self.task, sampler, dp_size, self.tail)
+        # An earlier run may have registered the task with another policy, which would hold on.
+        client.register_task(self.task, sampler, dp_size, self.tail or ("uneven_ok" if dp_size == 1 else "drop"))
 
     @cached_property
     def record(self) -> RecordedBatches | None:

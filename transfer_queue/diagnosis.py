@@ -266,12 +266,12 @@ def _wait(stats: Numbers, waiting: Numbers) -> Finding:
     partition = stats["partitions"].get(name)
     if partition is None:
         return _fetch({**waiting, "elsewhere": _holds(stats["partitions"])})
-    groups = partition.get("groups", {})
-    lost = {field: count for field, count in partition["lost"].items() if field in waiting["fields"]}
-    if waiting["task"] in groups.get("slots", ()):
-        return _fetch({**waiting, "groups": groups, "sealed": partition["sealed"], "lost": lost})
-    own = {"known_fields": partition["fields"], "reserved": partition["held"], "sealed": partition["sealed"]}
-    return _fetch({**waiting, **own, "lost": lost, **({} if partition["put_total"] else {"last_published_s": None})})
+    own = {
+        "known_fields": partition["fields"], "reserved": partition["held"], "sealed": partition["sealed"],
+        "lost": {field: count for field, count in partition["lost"].items() if field in waiting["fields"]},
+        "groups": partition.get("groups", {}),
+    }  # fmt: skip
+    return _fetch({**waiting, **own, **({} if partition["put_total"] else {"last_published_s": None})})
 
 
 def _holds(partitions: Numbers) -> str:
@@ -319,8 +319,8 @@ def _fetch(facts: Numbers) -> Finding:
     """``facts``: one of ``get_stats()["waiting"]`` and those of its partition, or a reply and what was asked."""
     task, partition = facts["task"], facts["partition"]
     waits_for, causes, remedies = _samples_of(facts), _causes, _remedies
-    if facts.get("groups") and not facts.get("refused"):
-        count = facts["groups"]["slots"].get(task, {"per_step": 0})["per_step"]
+    count = facts["groups"]["slots"].get(task, {}).get("per_step", 0) if facts.get("groups") else 0
+    if count and not facts.get("refused"):
         waits_for, causes, remedies = f"{count:,} group{'s' * (count != 1)} of {partition!r}", _of_groups, _for_groups
     return Finding(
         kind="fetch", names=(task, partition), what=f"task {task!r}", waits_for=waits_for,
@@ -348,11 +348,27 @@ def _causes(facts: Numbers) -> Iterator[str]:
         owing = f" by client{'s' * (len(owed_by) > 1)} {', '.join(owed_by)}{others}" if owed_by else ""
         yield f"{count:,} {_be(count)} reserved{owing} and not put yet"
     yield from _losses(facts)
+    yield from _held_back(facts)
     yield from _about_the_partition(facts)
 
 
 def _losses(facts: Numbers) -> Iterator[str]:
     return (f"{_counted(n)} lost {name!r} with a storage unit" for name, n in facts.get("lost", {}).items())
+
+
+def _held_back(facts: Numbers) -> Iterator[str]:
+    """Groups that no worker gets, because a task that is to train them draws none."""
+    for task in _without_sampler(facts):
+        count = facts["groups"]["states"]["waiting"]
+        groups = f"{count:,} group{'s get' if count != 1 else ' gets'} no worker"
+        yield f"{groups} while task {task!r}, which is to train them, has no GroupSampler"
+
+
+def _without_sampler(facts: Numbers) -> list[str]:
+    groups = facts.get("groups")
+    if not groups or not groups["states"].get("waiting"):
+        return []
+    return [task for task, own in groups["slots"].items() if not own["budget"]]
 
 
 def _about_the_partition(facts: Numbers) -> Iterator[str]:
@@ -374,6 +390,8 @@ def _remedies(facts: Numbers) -> Iterator[str]:
     is_expected = facts.get("lacking") or facts.get("reserved") or facts.get("last_published_s", 0.0) is None
     if facts.get("lost"):
         yield from _put_again(partition)
+    elif held_back := _without_sampler(facts):
+        yield from _to_sample(held_back)
     elif facts.get("sealed") and is_short:
         yield from ("put what is missing", "clear those samples")
     else:
@@ -383,6 +401,12 @@ def _remedies(facts: Numbers) -> Iterator[str]:
         elif is_short and not is_expected:
             yield f"seal the partition if nothing more comes (client.seal_partition({partition!r}))"
     yield "wait longer (timeout_s)"
+
+
+def _to_sample(tasks: Iterable[str]) -> Iterator[str]:
+    for task in tasks:
+        yield f"give task {task!r} a GroupSampler (Stream(sampler=...), or register_task)"
+    yield "add groups without naming it (add_groups)"
 
 
 def _is_short(facts: Numbers) -> bool:
@@ -415,6 +439,7 @@ def _states_of(groups: Numbers) -> tuple[str, ...]:
 def _of_groups(facts: Numbers) -> Iterator[str]:
     yield from _states_of(facts["groups"]) or ("there are none",)
     yield from _losses(facts)
+    yield from _held_back(facts)
     slots = facts["groups"]["slots"].get(facts["task"])
     if slots is not None and slots["used"] >= slots["budget"]:
         elsewhere = slots["used"] - slots["here"]
@@ -430,6 +455,8 @@ def _for_groups(facts: Numbers) -> Iterator[str]:
     slots = facts["groups"]["slots"].get(task, {"used": 0, "here": 0, "budget": 1})
     if facts.get("lost"):
         yield from _put_again(facts["partition"])
+    elif held_back := _without_sampler(facts):
+        yield from _to_sample(held_back)
     elif states.get("running"):
         yield from ("look at the worker of the oldest group", "set deadline_s (add_groups)")
     elif states.get("closed"):

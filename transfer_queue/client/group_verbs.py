@@ -155,7 +155,7 @@ class GroupVerbs(Gets, LeaseClient):
             except BatchTimeoutError as error:
                 if time.monotonic() >= end:
                     raise
-                _log.info("%s", error)
+                _log.warning("%s", error)
 
     async def _leased(self, request: p.LeaseGroups) -> list[Lease]:
         reply = await self.session.send(request, p.Reply, request.wait_s, keep=True)

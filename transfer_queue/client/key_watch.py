@@ -106,7 +106,7 @@ class KeyWatch:
         )  # fmt: skip
         if self._timeout_s is not None and waited_s >= self._timeout_s:
             raise KeysTimeoutError(str(found))
-        _log.info("%s", found)
+        _log.warning("%s", found)
 
     async def _changes(self, reply: p.ChangedKeys) -> KeyChanges:
         """What the caller doesn't know yet. If this fails or is cancelled, the caller still doesn't know it."""

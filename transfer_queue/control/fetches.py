@@ -13,6 +13,7 @@ from transfer_queue.calls import MORE, Call, More, Name, Wait
 from transfer_queue.control import following, group_work
 from transfer_queue.control.draw import Task
 from transfer_queue.control.group_numbers import group_numbers
+from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.serving import ServedFetch, check_fetch
 from transfer_queue.control.state import FETCHES, PlaneState
@@ -138,9 +139,15 @@ class _Reader:
             f"longer for them, raise controller.producer_grace_s ({self._state.config.producer_grace_s:g} s)."
         )
 
+    def _is_about_groups(self, partition: Partition) -> bool:
+        """Whether the task draws groups, or some get no worker, because a task that is to train them draws none."""
+        sampler_of = self._state.leases.sampler
+        named = () if partition.groups is None else partition.groups.tasks()
+        return sampler_of(self._fetch.task) is not None or any(sampler_of(task) is None for task in named)
+
     def _not_ready(self, served: ServedFetch, now: float) -> p.NotReady:
         reply = served.not_ready(now)
-        if self._state.leases.sampler(self._fetch.task) is not None:
+        if self._is_about_groups(served.partition):
             reply = msgspec.structs.replace(reply, groups=group_numbers(self._state, served.partition, now))
         if not served.partition.num_reserved:
             return reply
