@@ -20,7 +20,16 @@ from transfer_queue.control.plane import ControlPlane, PlaneVerb
 from transfer_queue.errors import InvalidRequestError, ProtocolError, StorageFullError, TransferQueueError, to_wire
 from transfer_queue.server.janitor import Janitor
 from transfer_queue.server.meter import Meter
-from transfer_queue.storage.messages import AskUnitStats, Columns, Read, Rows, UnitRequest, Write, decode_columns
+from transfer_queue.storage.messages import (
+    AskUnitStats,
+    Columns,
+    EndSession,
+    Read,
+    Rows,
+    UnitRequest,
+    Write,
+    decode_columns,
+)
 from transfer_queue.storage.unit.session_memory import MemoryLease, StoredRows
 from transfer_queue.storage.unit.unit import StorageUnit
 from transfer_queue.transport.base import Envelope, Outgoing, Route
@@ -75,7 +84,7 @@ class Front:
         if plane is not None:
             verbs |= {p.EvictClient: self._evict, p.GetStats: self._stats, p.JoinUnit: self._join_unit}
         if unit is not None:
-            verbs[AskUnitStats] = self._unit_stats
+            verbs |= {AskUnitStats: self._unit_stats, EndSession: self._end_in_unit}
         return verbs
 
     def listens_at(self, address: str) -> None:
@@ -214,6 +223,8 @@ class Front:
     def _end_session(self, client: str, died: bool) -> None:
         if self.plane is None:  # only the controller knows that a session has ended for good
             self.calls.end(client, died)
+            if self.unit is not None:
+                self.unit.process_gone(client)
             return
         self.calls.refuse(client)
         self.calls.end(client, died)
@@ -224,6 +235,14 @@ class Front:
             guarded(self.unit.end_session, client, published)
         if self._janitor is not None:
             self._janitor.end_session(client, published)
+
+    def _end_in_unit(self, call: Call, request: EndSession) -> p.Reply:
+        """The controller has ended a session. Its client may live: while it is connected here, it may still copy."""
+        assert self.unit is not None
+        if request.client in self.connections():
+            self.unit.evict(request.client)
+        self.unit.end_session(request.client, request.published)
+        return p.Done(request.id)
 
     def _clean_up(self) -> list[Answer]:
         """Delete what has become unused, and end writes that were left halfway. Returns answers that this decides."""

@@ -160,11 +160,11 @@ def _make_front(server: SocketServer, orders: Orders, ending: ExitStack) -> Fron
     front = Front(orders.conf, plane, unit, janitor, Turn(time.monotonic))
     ending.callback(front.close)
     server.turned = front.meter.turn
+    front.disconnect, front.connections = server.disconnect, server.clients
     if plane is not None:
         watchdog = Watchdog(running)
         ending.callback(watchdog.close)
         front.watch, front.alarms = server.watch, watchdog.alarms
-        front.disconnect, front.connections = server.disconnect, server.clients
         if unit is None:
             front.start_janitor()
     return front
