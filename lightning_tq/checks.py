@@ -45,6 +45,17 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
+def host_and_port(address: str) -> tuple[str, str]:
+    """ "[::1]" and "5555" of "tcp://[::1]:5555"."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host, port
+
+
+def is_any_host(host: str) -> bool:
+    """Whether a server of this host listens on all networks."""
+    return host in ("0.0.0.0", "*", "[::]", "::")
+
+
 def byte_text(number: int) -> str:
     """A number of bytes, as "1.5 MiB"."""
     power = min(max(0, number.bit_length() - 1) // 10, 4)

@@ -11,11 +11,11 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lightning_tq.checks import host_and_port, is_any_host
 from lightning_tq.queue_config import QueueConfig
 from lightning_tq.queue_connection import QueueConnection
 from lightning_tq.rank_watchdog import RankGoneError
 from transfer_queue.errors import ConfigError, InvalidRequestError, TransferQueueError
-from transfer_queue.utils.machine import host_and_port, is_any_host
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric

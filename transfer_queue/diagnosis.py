@@ -445,8 +445,19 @@ def _of_groups(facts: Numbers) -> Iterator[str]:
         elsewhere = slots["used"] - slots["here"]
         others = f", {elsewhere:,} of them by groups of other partitions" if elsewhere > 0 else ""
         yield f"{slots['used']:,} of {slots['budget']:,} slots in use{others}"
+    for other in _full_others(facts):
+        own = facts["groups"]["slots"][other]
+        yield f"task {other!r} has {own['used']:,} of {own['budget']:,} slots in use"
     if facts.get("sealed"):
         yield "the partition is sealed"
+
+
+def _full_others(facts: Numbers) -> list[str]:
+    """Other tasks whose slots are full, so that groups wait which they are to train, too."""
+    if not facts["groups"]["states"].get("waiting"):
+        return []
+    slots = facts["groups"]["slots"].items()
+    return [task for task, own in slots if task != facts["task"] and own["used"] >= own["budget"] > 0]
 
 
 def _for_groups(facts: Numbers) -> Iterator[str]:
@@ -462,6 +473,8 @@ def _for_groups(facts: Numbers) -> Iterator[str]:
     elif states.get("closed"):
         gate = f", and the tags of the gate {slots['gate']!r}," if slots.get("gate") else ""
         yield f"put the fields of the fetch{gate} for all rows of a group"
+    elif states.get("waiting") and slots["used"] < slots["budget"] and (full := _full_others(facts)):
+        yield from (f"let task {other!r} train what it was given, or raise its ahead" for other in full)
     elif states.get("waiting") and slots["used"] < slots["budget"]:
         yield "start workers that lease groups"
     elif slots["used"] >= slots["budget"] and slots["here"] < slots["used"]:

@@ -69,7 +69,7 @@ def _tell(conf: dict[str, Any], joined: bool, local: str, remote: str | None, me
 
 def _lines(conf: dict[str, Any], joined: bool, local: str, remote: str | None, metrics: str | None) -> Iterator[str]:
     """The line that scripts read, and then what a person copies."""
-    from transfer_queue.utils.machine import host_and_port, is_any_host
+    from lightning_tq.checks import host_and_port, is_any_host
 
     yield f"ready {local}{'' if remote is None else ' ' + remote}"
     yield f"programs of this host:  export TQ_ADDRESS={local}"

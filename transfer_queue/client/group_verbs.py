@@ -242,6 +242,8 @@ class GroupVerbs(Gets, LeaseClient):
             where: Only groups whose heads' tags match, such as ``"group.state == 'failed'"``.
         Returns:
             How many.
+        Raises:
+            GroupStateError: nobody would train them: a task was told that nothing more comes, or all have gone on.
         Examples:
             >>> meta = client.add_groups({"prompt": torch.arange(1)}, "train")
             >>> client.lease("train")[0].reject("too easy")

@@ -241,6 +241,11 @@ class Consumer:
         return self._ended.get(where)
 
     @property
+    def has_ended(self) -> bool:
+        """Whether the stream has ended, with some filter or without."""
+        return bool(self._ended)
+
+    @property
     def num_dropped(self) -> int:
         """Samples that the ended streams, one per filter, have left over."""
         return sum(end.dropped for end in self._ended.values())

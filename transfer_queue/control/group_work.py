@@ -275,6 +275,9 @@ def restored(state: PlaneState, versions: Mapping[str, int], next_token: int) ->
         for consumer in partition.consumers.values():
             _find_drawn(state, partition, groups, consumer)
         for group in groups.live.values():
+            for task in groups.left_by.intersection(group.terms.tasks).difference(group.drawn):
+                groups.acked(task, [group])
+        for group in groups.live.values():
             if group.state != TRAINED:
                 state.leases.charge(group)
             if group.is_under_work or not group.passed:

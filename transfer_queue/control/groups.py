@@ -177,17 +177,19 @@ class Groups:
             return False
         return True
 
-    def retry(self, row: int) -> bool:
-        """A group that has left waits again, as if it were new. Returns whether it had left."""
+    def terms_of_left(self, row: int) -> Terms | None:
+        """The terms of the group that has left its head here; None for other rows."""
         index, number = self._table.column("index").item(row), self._table.column(TERMS).item(row)
-        if number >= 0 or index in self.live:
-            return False
+        return None if number >= 0 or index in self.live else list(self.fresh)[-number - 1]
+
+    def retry(self, row: int, terms: Terms) -> None:
+        """The group that has left its head here waits again, as if it were new."""
+        index = self._table.column("index").item(row)
         before = self.partition.tags[index]
         self.counts[before["group.state"]] -= 1
         own = {name: value for name, value in before.items() if not name.startswith(RESERVED)}
         self.partition.set_tags({index: own}, merge=False)
-        self.add(np.array([row], dtype=np.intp), list(self.fresh)[-number - 1])
-        return True
+        self.add(np.array([row], dtype=np.intp), terms)
 
     # ---- changes ----
 

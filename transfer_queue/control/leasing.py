@@ -297,11 +297,11 @@ def move_on(state: PlaneState, call: Call, request: p.MoveOn) -> Steps:
 def retry(state: PlaneState, call: Call, request: p.RetryGroups) -> Steps:
     """Groups that have left and match wait again."""
     partition = state.get(request.partition)
-    groups, count = partition.groups, 0
+    groups, count, num_left = partition.groups, 0, 0
     if groups is None:
         return p.Done(request.id, 0)
     for task, consumer in partition.consumers.items():
-        if state.leases.sampler(task) is not None and consumer.end_of(None) is not None:
+        if state.leases.sampler(task) is not None and consumer.has_ended:
             raise GroupStateError(
                 f"partition {partition.name!r} is sealed, and task {task!r} was answered that nothing more comes: a "
                 f"group that waits again would never be trained. Add it to another partition."
@@ -312,9 +312,20 @@ def retry(state: PlaneState, call: Call, request: p.RetryGroups) -> Steps:
     indexes = partition.table.column("index")[among.all_rows()]
     for start in range(0, len(indexes), PIECE):
         rows, found = partition.table.find(indexes[start : start + PIECE])
-        count += sum(groups.retry(row) for row in rows[found].tolist())
+        for row in rows[found].tolist():
+            terms = groups.terms_of_left(row)
+            if terms is not None and groups.are_left(terms):
+                num_left += 1
+            elif terms is not None:
+                groups.retry(row, terms)
+                count += 1
         group_work.settle(state, partition)
         yield None
+    if num_left and not count:
+        raise GroupStateError(
+            f"all tasks that were to train {num_left} group{'s' * (num_left != 1)} of partition {partition.name!r} "
+            f"have gone on to other partitions: what waits again would never be trained. Add it to another partition."
+        )
     return p.Done(request.id, count)
 
 
