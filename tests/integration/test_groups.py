@@ -472,3 +472,19 @@ def test_a_lease_that_waits_says_for_what(client, name, actor):
     client.add_groups(heads(9), name, tasks=[actor, f"other-{name}"])
     with pytest.raises(tq.BatchTimeoutError, match="is not registered with a GroupSampler yet"):
         client.lease(name, timeout_s=0.05)
+
+
+def test_a_fetch_that_waits_for_groups_that_no_worker_gets_says_why(client, name, actor):
+    def text(task: str) -> str:
+        with pytest.raises(tq.BatchTimeoutError) as caught:
+            client.get_meta(["answer"], 2, name, task_name=task, timeout_s=0.05)
+        return str(caught.value)
+
+    client.add_groups(heads(9), name, tasks=[actor, f"other-{name}"])
+    for task in (actor, f"other-{name}", f"unnamed-{name}"):
+        assert f"9 groups get no worker while task 'other-{name}', which is to train them, has no Group" in text(task)
+        assert f"Give task 'other-{name}' a GroupSampler" in text(task)
+    client.register_task(f"other-{name}", tq.GroupSampler(groups=1, ahead=1))
+    assert len(client.lease(name, 9)) == 2
+    assert "no worker" not in text(f"unnamed-{name}")
+    assert f"task 'other-{name}' has 2 of 2 slots in use" in text(actor)

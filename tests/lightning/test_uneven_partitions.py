@@ -84,6 +84,15 @@ def test_an_uneven_end_is_refused_for_training_on_several_ranks(run_ranks: Any) 
     assert "tail='uneven_ok' can end the stream on one of 2 ranks before the others" in output
 
 
+def test_a_stream_without_a_tail_does_not_inherit_that_of_an_earlier_run(data: Any, trainer: Any) -> None:
+    dm: TQDataModule = data(train=stream("train"))
+    indexes = fill(dm.client, "train", 6)
+    dm.client.register_task("learn", dp_size=1, tail="pad")
+    model = Recorder()
+    trainer().fit(model, datamodule=dm)
+    assert model.indexes() == indexes
+
+
 def test_an_uneven_end_is_allowed_on_one_rank(data: Any, trainer: Any) -> None:
     dm: TQDataModule = data(train=stream("train", tail="uneven_ok"))
     indexes = fill(dm.client, "train", 6)
