@@ -475,7 +475,7 @@ def _for_groups(facts: Numbers) -> Iterator[str]:
         yield f"put the fields of the fetch{gate} for all rows of a group"
     elif states.get("waiting") and slots["used"] < slots["budget"]:
         full = [f"let task {other!r} train what it was given, or raise its ahead" for other in _full_others(facts)]
-        yield from full or ["start workers that lease groups"]
+        yield from (*full, "start workers that lease groups")
     elif slots["used"] >= slots["budget"] and slots["here"] < slots["used"]:
         yield "clear the partitions that the task reads no more, or say that it has gone on (client.move_on)"
     elif slots["used"] >= slots["budget"]:

@@ -121,7 +121,7 @@ class Group:
             return self.left
         if not self.is_complete:
             return RUNNING if any(own.is_held for own in self.holders.values()) else WAITING
-        if not self.drawn or not self.passed:  # a task that has gone on trains without what its gate may still reject
+        if not self.drawn or not self.passed:  # tasks that have gone on count as if they had drawn it
             return READY if self.is_ready else CLOSED
         if None not in self.drawn.values():
             return DRAWN
