@@ -392,6 +392,8 @@ class ServedFetch:
         self.consumer.ledger.took(entry.key)
         padding = None if entry.padding is None else left.of(entry.padding[skip:])
         batch = self._batch(left.indexes, left.rows, entry.token, entry.key[1], padding)
+        if left.found is not None:
+            batch = msgspec.structs.replace(batch, remains=left.found.astype(np.uint8).tobytes())
         if self._dp_size in (None, 1) or self._groups is None or skip:
             return batch
         most = self.consumer.ledger.most_rows(entry.key[1], self._dp_size)
