@@ -267,6 +267,8 @@ class StreamingDataset(IterableDataset[Any]):
 
     def _cut(self, data: Any, meta: Any, taken: int, skips: bool) -> tuple[list[Any], Sequence[int]]:
         """The micro-batches of a batch, and their numbers. ``taken``: those that were; some of them may be missing."""
+        if getattr(meta, "remains", None) and not meta.size:  # all its groups have left
+            return [], ()
         if self.process_batch_fn is None and self.batch_size is None:
             return chunk_groups(data, meta, self.micro_batch_size, taken)
         items = list(self._process(data, meta))
