@@ -261,6 +261,12 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+def end_header(path: Path, at: int) -> None:
+    """As if what follows in the file had never reached the disk."""
+    data = path.read_bytes()
+    path.write_bytes(data[:at] + bytes(len(data) - at))
+
+
 def value_file(directory: Path, name: str) -> Path:
     (found,) = directory.rglob(f"*-{name}")
     return found
@@ -286,6 +292,10 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "values changed": (lambda path: flip(value_file(path, "large.npy")), "checksum differs"),
     "header changed": (lambda path: value_file(path, "large.npy").write_bytes(
         value_file(path, "large.npy").read_bytes().replace(b"(150, 2048)", b"(150, 1024)", 1)), "expected float32"),
+    "header ends early": (lambda path: end_header(next(path.rglob("samples.npy")), 60), "samples.npy is no .npy file"),
+    "header empty": (lambda path: end_header(value_file(path, "large.npy"), 10), "large.npy is no .npy file"),
+    "header not Python": (lambda path: value_file(path, "large.npy").write_bytes(
+        value_file(path, "large.npy").read_bytes().replace(b"{'descr'", b"['descr'", 1)), "large.npy is no .npy file"),
     "offsets changed": (lambda path: flip(value_file(path, "text.offsets.npy")), "checksum differs"),
     "samples changed": (lambda path: flip(next(path.rglob("samples.npy"))), "checksum differs"),
     "objects changed": (lambda path: flip(value_file(path, "object.msgpack")), "checksum differs"),

@@ -237,6 +237,25 @@ def test_a_fabric_loop_frees_the_slots_of_a_batch_when_it_asks_for_the_next_one(
     assert (loop, [after >= number for number, after in enumerate(done)]) == ([2, 2, 2], [True] * 3)
 
 
+def test_a_resume_within_a_batch_lacks_only_the_group_that_was_rejected_and_counts_as_before(data: Make) -> None:
+    client = data().client
+    add(client, 8)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric.launch()
+    stream = groups_of(4, micro_batch_size=2)
+    with FabricLoader(fabric, stream) as loader, worker():
+        client.reject(next(iter(loader)).meta, "longer than the context")
+        state = loader.state_dict()
+    assert (state["position"]["batch_index"], state["position"]["micro_batch"]) == (0, 1)
+    with FabricLoader(fabric, stream) as loader:
+        loader.load_state_dict(state)
+        again = [(batch.meta.batch_index, batch.position.micro_batch, int(batch.data["x"][0, 0])) for batch in loader]
+        taken = loader.state_dict()["taken"]
+    assert again == [(0, 2, 100), (0, 3, 200), (0, 0, 300), *((1, (n + 1) % 4, 400 + 100 * n) for n in range(4))]
+    assert taken == 8
+    assert list(client.kv_list("train")["train"]) == ["q0"], "what was trained is gone, what was rejected stays"
+
+
 @pytest.mark.parametrize(
     ("options", "fits"),
     [

@@ -240,7 +240,9 @@ class SavedFile:
                     raise ValueError("not version 1.0")
                 found, fortran, have = np.lib.format.read_array_header_1_0(file)[::-1]
                 nbytes = file.tell()
-        except ValueError as error:
+        except OSError:
+            raise
+        except Exception as error:  # numpy parses a header as Python, and many parts of that fail in their own way
             raise CheckpointError(f"{self.path} is no .npy file: {error}.") from error
         if (found, fortran, have) != (dtype.newbyteorder("<"), False, tuple(shape)):
             raise CheckpointError(f"{self.path} holds {found} {have}, expected {dtype} {tuple(shape)}.")

@@ -140,6 +140,11 @@ class Gets(ClientBase):
             if polling:
                 return BatchMeta.empty()
             raise BatchTimeoutError(str(not_ready(reply, task_name, partition_id, fields, wait_s)))
+        if not reply.indexes:
+            raise InvalidRequestError(
+                f"nothing is left of batch {reply.batch_index} of task {task_name!r}, partition {partition_id!r}: all "
+                f"its groups have left since it was drawn. Ask for a later batch_index."
+            )
         return self._to_read(reply)
 
     async def async_fetch_batch(self, fetch: p.Fetch) -> FetchedBatch | p.NotReady:
@@ -206,6 +211,9 @@ class Gets(ClientBase):
             raise InvalidRequestError(
                 "this batch was taken or closed; its values may be gone. Use get_data(batch.meta)."
             )
+        if not batch.meta.size:
+            await batch.close()
+            return TensorDict({}, batch_size=[0])
         common = common_dtypes(batch.meta.field_schema, batch.meta.global_indexes)
         if common:
             await batch.close()

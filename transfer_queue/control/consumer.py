@@ -185,14 +185,14 @@ class Consumer:
             self._undrawn_with[name] += int(np.count_nonzero(self._schema.has(name)[back]))
         self._ended.clear()  # they may have been the last ones
 
-    def cleared(self, rows: Rows) -> None:
-        """The rows are about to be cleared. Ledger entries without samples are acknowledged."""
+    def cleared(self, rows: Rows, settles: bool = True) -> None:
+        """The rows are about to be cleared. ``settles``: ledger entries without samples are acknowledged."""
         live = rows[self._table.column("state")[rows] == RowState.LIVE]
         given = self.given[live]
         undrawn = live[given == 0]
         self.num_undrawn -= len(undrawn)
         self.num_done += int(np.count_nonzero(~self.consumed[live]))
-        self.ledger.samples_cleared(given)
+        self.ledger.samples_cleared(given, settles)
         self.ledger.samples_changed()
         self._drawn(undrawn)
 
@@ -210,6 +210,9 @@ class Consumer:
         answers.
         """
         self._table.copies.make()
+        for entry in self.ledger.open_entries():
+            if not self._table.find(entry.indexes)[1].any():
+                self.ledger.close(entry)
         kept = self.ledger.reset()
         given = self.given
         given[~np.isin(given, kept)] = 0

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -57,11 +57,11 @@ def settle(state: PlaneState, partition: Partition) -> None:
     state.waits.wake_first((LEASES,))
 
 
-def clear(state: PlaneState, partition: Partition, indexes: Iterable[int]) -> None:
-    """Delete these rows and their values. A ``settle`` follows."""
+def clear(state: PlaneState, partition: Partition, indexes: Iterable[int], unsettled: Collection[str] = ()) -> None:
+    """Delete these rows and their values. A ``settle`` follows. ``unsettled``: see ``Partition.clear``."""
     wanted = np.fromiter(indexes, dtype=np.int64)
     if len(wanted):
-        state.delete(state.freezes.keep(partition.clear(wanted)))  # unless a save is still to read them
+        state.delete(state.freezes.keep(partition.clear(wanted, unsettled)))  # unless a save is still to read them
 
 
 def _go_on(state: PlaneState, partition: Partition, groups: Groups, group: Group) -> None:
@@ -164,8 +164,10 @@ def leave(state: PlaneState, partition: Partition, group: Group, into: str, reas
     """
     state.leases.dismiss(group)
     groups_of(partition).drop(group, into, reason)
-    head = [group.index] if into == GONE else []
-    clear(state, partition, group.all_members() + head)
+    if into == GONE:
+        clear(state, partition, [*group.all_members(), group.index])
+    else:  # who draws groups asks for its batch until it has acknowledged it, whatever is left of it
+        clear(state, partition, group.all_members(), unsettled=group.drawn)
 
 
 def finish(state: PlaneState, partition: Partition, group: Group) -> None:

@@ -110,6 +110,11 @@ class Ledger:
         shares = [self.get((rank, batch_index)) for rank in range(num_ranks)]
         return max((len(share.indexes) for share in shares if share is not None), default=0)
 
+    def without_samples(self, batch_index: int, num_ranks: int) -> int | None:
+        """The first of these ranks whose share of this round, which it consumes alone, has all been cleared."""
+        shares = [self.get((rank, batch_index)) for rank in range(num_ranks)]
+        return next((rank for rank, share in enumerate(shares) if share is not None and not share.owned), None)
+
     def first_undrawn(self, key: BatchKey, first: int) -> int:
         """The first batch, at least ``first``, after the last one drawn for this rank before this batch."""
         own = self._ranks.get(key[0])
@@ -204,8 +209,11 @@ class Ledger:
         """Samples of open batches, including padding."""
         return np.concatenate([NO_INDEXES, *(entry.indexes for entry in self._by_number.values())])
 
-    def samples_cleared(self, numbers: npt.NDArray[np.int32]) -> None:
-        """Samples of these entries were cleared, one number per sample; an entry without samples is acknowledged."""
+    def samples_cleared(self, numbers: npt.NDArray[np.int32], settles: bool = True) -> None:
+        """Samples of these entries were cleared, one number per sample.
+
+        ``settles``: an entry without samples is acknowledged, as is one that no rank can ask for again.
+        """
         if not self._by_number:
             return
         given, counts = np.unique(numbers[numbers > 0], return_counts=True)
@@ -214,7 +222,7 @@ class Ledger:
             if entry is None:
                 continue
             entry.owned -= count
-            if entry.owned <= 0:
+            if entry.owned <= 0 and (settles or entry.dp_size is None):
                 self.close(entry)
 
     def close(self, entry: Entry) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -447,16 +447,19 @@ class Partition:
         rows: Rows = consumed.nonzero()[0] + part.start
         return rows
 
-    def clear(self, indexes: Indexes) -> Indexes:
-        """Delete samples. Returns the indexes that were here; unknown ones are ignored."""
+    def clear(self, indexes: Indexes, unsettled: Collection[str] = ()) -> Indexes:
+        """Delete samples. Returns the indexes that were here; unknown ones are ignored.
+
+        ``unsettled``: tasks whose batches of which nothing is left stay open. Those of others are settled.
+        """
         rows, found = self.table.find(indexes)
         rows = ascending(rows[found])
         if len(rows):
             self.table.copies.make()
         if self.groups is not None and len(rows):
             self.groups.removing(rows)
-        for consumer in self.consumers.values():
-            consumer.cleared(rows)
+        for task, consumer in self.consumers.items():
+            consumer.cleared(rows, settles=task not in unsettled)
         cleared = self._release(rows)
         self._compact_if_due()
         return cleared

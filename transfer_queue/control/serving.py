@@ -183,8 +183,13 @@ class ServedFetch:
             return self._fetch.batch_index
         if self._rank is None:
             return None
-        self.consumer.ledger.waits(self._rank)
-        return self.consumer.ledger.next_index(self._rank)
+        ledger = self.consumer.ledger
+        ledger.waits(self._rank)
+        while self._groups is not None and (entry := ledger.get((self._rank, ledger.next_index(self._rank)))):
+            if entry.owned or (entry.dp_size or 1) > 1:
+                break
+            ledger.close(entry)  # all its groups have left, so its reader goes on
+        return ledger.next_index(self._rank)
 
     def answer(self, now: float, may_draw: bool) -> Batch | Ended | More | None:
         """The answer, or None if it is not decided yet."""
@@ -194,6 +199,7 @@ class ServedFetch:
                 return Ended(self._fetch.id, "consumed")
             entry = self._known((self._rank, batch_index))
             if entry is not None:
+                self._check_round(entry)
                 return self._from_ledger(entry)
             for earlier in self._skipped((self._rank, batch_index)) if may_draw else ():
                 fetch = msgspec.structs.replace(self._fetch, batch_index=earlier, first_index=None)
@@ -274,6 +280,21 @@ class ServedFetch:
                 f"own."
             )
         return entry
+
+    def _check_round(self, entry: Entry) -> None:
+        """Raises InvalidRequestError if a rank could not make a step with its share of this round."""
+        if self._groups is None or entry.dp_size in (None, 1):
+            return
+        index = entry.key[1]
+        rank = self.consumer.ledger.without_samples(index, entry.dp_size)
+        if rank is not None:
+            raise InvalidRequestError(
+                f"all groups that dp_rank {rank} was to train in batch {index} of task {self._fetch.task!r}, partition "
+                f"{self.partition.name!r}, have left since the batch was drawn: they were rejected, maybe by a reader "
+                f"of another task. Ranks must make equally many steps, so none of them gets this batch (again). Go on "
+                f"at batch_index {index + 1} on all ranks, or reset the task's consumption. To avoid it, reject groups "
+                f"before they are drawn: by a gate (GroupSampler(gate=...)), or by their worker (lease.reject)."
+            )
 
     def _draw(self, batch_index: int | None) -> Draw:
         fetch = self._fetch
@@ -392,6 +413,8 @@ class ServedFetch:
         self.consumer.ledger.took(entry.key)
         padding = None if entry.padding is None else left.of(entry.padding[skip:])
         batch = self._batch(left.indexes, left.rows, entry.token, entry.key[1], padding)
+        if left.found is not None:
+            batch = msgspec.structs.replace(batch, remains=left.found.astype(np.uint8).tobytes())
         if self._dp_size in (None, 1) or self._groups is None or skip:
             return batch
         most = self.consumer.ledger.most_rows(entry.key[1], self._dp_size)

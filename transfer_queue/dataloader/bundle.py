@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, TypeAlias
@@ -28,8 +29,8 @@ class Bundle:
 
     batch_index: int
     items: list[Any]
-    first: int = 0
-    """Micro-batches of this batch before these, which were taken earlier and not read again."""
+    numbers: Sequence[int]
+    """The place of each item among the micro-batches of its batch, from 1 on."""
     has_groups: bool = False
     """Whether the queue must hear when they were trained."""
 

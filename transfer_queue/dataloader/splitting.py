@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -38,28 +39,70 @@ def chunk_batch_fn(td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int 
         raise InvalidRequestError(f"micro_batch_size must be a positive int, got {micro_batch_size!r}.")
     if micro_batch_size > rows:
         raise InvalidRequestError(f"micro_batch_size {micro_batch_size} is larger than the batch of {rows} rows.")
-    sizes = [min(micro_batch_size, rows - start) for start in range(0, rows, micro_batch_size)]
-    return split(td, batch_meta, sizes)
+    return split(td, batch_meta, _sizes_of(rows, micro_batch_size))
 
 
-def chunk_groups(td: TensorDict, meta: BatchMeta, micro_batch_size: int | None) -> list[Pair]:
+def chunk_groups(
+    td: TensorDict, meta: BatchMeta, micro_batch_size: int | None, taken: int = 0
+) -> tuple[list[Pair], list[int]]:
     """Cut one rank's batch of whole groups into as many micro-batches as that of the rank with the most rows.
 
     Otherwise a rank would wait for ever in its next collective, because groups may have different numbers of rows.
+    Rows of groups that have left are missing from the micro-batches that they were in.
+
+    Args:
+        taken: So many of the micro-batches were taken earlier, and aren't given.
+    Returns:
+        (values, metadata) of each micro-batch that has rows; and their numbers, from 1 on.
     """
-    rows = meta.size
+    remains = getattr(meta, "remains", None)  # a user's function may give something else
+    if remains is None and (micro_batch_size is None or not meta.size):
+        return [(td, meta)], [1]
+    remains = [True] * meta.size if remains is None else remains
+    sizes = _sizes_as_drawn(len(remains), meta.most_rows, micro_batch_size)
+    left = [sum(remains[rows]) for rows in consecutive(sizes, len(remains))]
+    before, left = sum(left[:taken]), left[taken:]
+    if meta.most_rows and 0 in left:
+        left = _spread(left)
+    numbers = [number for number, size in enumerate(left, taken + 1) if size]
+    sizes = [size for size in left if size]
+    if before or not sizes:
+        return split(td, meta, [before, *sizes])[1:] if sizes else [], numbers
+    return split(td, meta, sizes), numbers
+
+
+def _spread(sizes: list[int]) -> list[int]:
+    """As many micro-batches of as many rows, none of them empty: those without a row get one of the next ones."""
+    total, ends = sum(sizes), [0]
+    if total < len(sizes):
+        raise InvalidRequestError(
+            f"{total} rows are left for {len(sizes)} micro-batches of this rank, because groups of its batch have left "
+            f"since it was drawn. Ranks must make equally many steps, so go on at the next batch on all of them. To "
+            f"avoid it, reject groups before they are drawn: by a gate of this task, or by lease.reject."
+        )
+    for number, end in enumerate(accumulate(sizes), 1):
+        ends.append(min(max(end, ends[-1] + 1), total - len(sizes) + number))
+    return [end - start for start, end in pairwise(ends)]
+
+
+def _sizes_as_drawn(rows: int, most_rows: int, micro_batch_size: int | None) -> list[int]:
+    """``most_rows``: of any rank of the round."""
     if micro_batch_size is None or not rows:
-        return [(td, meta)]
-    count = -(-max(rows, meta.most_rows) // micro_batch_size)
+        return [rows]
+    count = -(-max(rows, most_rows) // micro_batch_size)
     if count > rows:
         raise InvalidRequestError(
-            f"this rank got {rows} rows of a round in which another one got {meta.most_rows}. They can't be cut into "
+            f"this rank got {rows} rows of a round in which another one got {most_rows}. They can't be cut into "
             f"as many micro-batches of {micro_batch_size}, and ranks must make equally many steps. Raise "
             f"micro_batch_size, or balance ranks by length (GroupSampler(balance=...))."
         )
     if count == -(-rows // micro_batch_size):
-        return chunk_batch_fn(td, meta, min(micro_batch_size, rows))
-    return split(td, meta, even_sizes(rows, count))
+        return _sizes_of(rows, micro_batch_size)
+    return even_sizes(rows, count)
+
+
+def _sizes_of(rows: int, most: int) -> list[int]:
+    return [min(most, rows - start) for start in range(0, rows, most)]
 
 
 def with_heads(pairs: Iterable[Pair], whole: BatchMeta, heads: TensorDict) -> list[tuple[TensorDict, BatchMeta, Any]]:

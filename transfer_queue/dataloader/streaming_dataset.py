@@ -219,10 +219,11 @@ class StreamingDataset(IterableDataset[Any]):
     def take(self, bundle: Bundle, origin: Origin) -> Iterator[Any]:
         """Yield the items of a bundle, and count each as taken when it is yielded."""
         start = origin.start
-        skip = start.micro_batch - bundle.first if bundle.batch_index == start.batch_index else 0
-        last = bundle.first + len(bundle.items)
-        for number, item in enumerate(bundle.items[skip:], start=bundle.first + skip + 1):
-            done = number == last
+        taken = start.micro_batch if bundle.batch_index == start.batch_index else 0
+        for number, item in zip(bundle.numbers, bundle.items, strict=True):
+            if number <= taken:
+                continue
+            done = number == bundle.numbers[-1]
             if origin.moves == self._moves:
                 self.position = Start(start.partition_id, bundle.batch_index + done, 0 if done else number)
             yield item
@@ -248,27 +249,35 @@ class StreamingDataset(IterableDataset[Any]):
         )  # fmt: skip
         with closing(batch_stream(fetch, start.batch_index + first, stride, self.prefetch)) as batches:
             for batch_index, data, meta in batches:
-                is_rest = fetch.taken_rows and batch_index == start.batch_index and meta.size < (self.batch_size or 0)
-                items = list(self._process(data, meta))
-                if self.head_fields is not None:
+                taken = start.micro_batch if batch_index == start.batch_index else 0
+                items, numbers = self._cut(data, meta, taken, bool(fetch.taken_rows))
+                if self.head_fields is not None and items:
                     get_heads = getattr(self.fetch_batch_fn, "get_heads", client.get_heads)
                     items = with_heads(items, meta, get_heads(meta, self.head_fields, client.storage_manager.layout))
                 has_groups = getattr(meta, "heads", None) is not None  # a user's function may give something else
-                yield Bundle(batch_index, items, start.micro_batch if is_rest else 0, has_groups)
+                yield Bundle(batch_index, items, numbers, has_groups)
                 del data, meta, items  # otherwise they would stay alive while waiting for the next batch
 
     def _taken_rows(self, start: Start) -> int:
         """Rows of the first batch that were already taken, if it was cut into equal micro-batches; else 0."""
         if self.fetch_batch_fn is not None or self.process_batch_fn is not None or self.micro_batch_size is None:
             return 0
-        # Of a batch of groups, all rows stay until it is acknowledged.
+        # A batch of groups is cut by the rows that it had when it was drawn.
         return 0 if self.batch_size is None else start.micro_batch * self.micro_batch_size
+
+    def _cut(self, data: Any, meta: Any, taken: int, skips: bool) -> tuple[list[Any], Sequence[int]]:
+        """The micro-batches of a batch, and their numbers. ``taken``: those that were; some of them may be missing."""
+        if getattr(meta, "remains", None) and not meta.size:  # all its groups have left
+            return [], ()
+        if self.process_batch_fn is None and self.batch_size is None:
+            return chunk_groups(data, meta, self.micro_batch_size, taken)
+        items = list(self._process(data, meta))
+        first = 1 + taken * (skips and meta.size < (self.batch_size or 0))
+        return items, range(first, first + len(items))
 
     def _process(self, data: Any, meta: Any) -> Iterable[Any]:
         if self.process_batch_fn is not None:
             return self.process_batch_fn(data, meta, micro_batch_size=self.micro_batch_size)
-        if self.batch_size is None:
-            return chunk_groups(data, meta, self.micro_batch_size)
         assert self.micro_batch_size is not None, "checked"
         return chunk_batch_fn(data, meta, min(self.micro_batch_size, meta.size))  # a tail may be short
 

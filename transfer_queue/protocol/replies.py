@@ -53,7 +53,8 @@ class Batch(Reply, frozen=True):
     the partition has no groups.
     ``versions``: by head, the policy version of its first lease. ``most_rows``: of a rank's batch in a round of groups.
     ``more``: this is a page of a Describe, and not the last one. ``partial``, of samples that were named by their keys:
-    fields that some of them have and others lack.
+    fields that some of them have and others lack. ``remains``: by row of the batch as it was drawn, whether it is still
+    there (uint8); None: all are.
     """
 
     partition: str
@@ -70,6 +71,7 @@ class Batch(Reply, frozen=True):
     heads: bytes | None = None
     versions: dict[int, int] = {}
     most_rows: int = 0
+    remains: bytes | None = None
 
     @property
     def lies_in_front(self) -> bool:

@@ -19,8 +19,8 @@ LARGE = 20_000
 
 
 def sent(*items):
-    bundle = pickle.loads(ForkingPickler.dumps(Bundle(3, list(items), 1).packed()))
-    assert (bundle.batch_index, bundle.first) == (3, 1)
+    bundle = pickle.loads(ForkingPickler.dumps(Bundle(3, list(items), range(2, 2 + len(items))).packed()))
+    assert (bundle.batch_index, bundle.numbers) == (3, range(2, 2 + len(items)))
     return bundle.items
 
 

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from transfer_queue import BatchMeta, chunk_batch_fn, token_budget_batch_fn
+from transfer_queue.dataloader.splitting import chunk_groups
+from transfer_queue.errors import InvalidRequestError
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 
@@ -59,6 +61,51 @@ def test_chunks_hold_data_and_metadata_of_the_same_rows(rows, data):
     parts = chunk_batch_fn(every_kind(rows), meta_of(rows), size)
     assert [meta.size for _, meta in parts] == [size] * (rows // size) + ([rows % size] if rows % size else [])
     check_aligned(parts, rows)
+
+
+def numbered(rows: int) -> TensorDict:
+    return TensorDict({"x": torch.arange(rows)}, batch_size=[rows])
+
+
+def what_is_left(remains: list[bool], most_rows: int) -> BatchMeta:
+    """Row n of the batch as it was drawn is sample n."""
+    meta = BatchMeta(own := [row for row, there in enumerate(remains) if there], ["p"] * len(own))
+    meta.remains, meta.most_rows = remains, most_rows
+    return meta
+
+
+@given(remains=st.lists(st.booleans(), min_size=1, max_size=12), micro=st.integers(1, 5), data=st.data())
+@settings(max_examples=100, deadline=None, print_blob=True)
+def test_what_is_left_of_a_batch_of_groups_is_cut_where_the_batch_was_cut(remains, micro, data):
+    rows = len(remains)
+    cut = [range(start, min(start + micro, rows)) for start in range(0, rows, micro)]
+    taken = data.draw(st.integers(0, len(cut) - 1))
+    left = numbered(rows)[torch.tensor(remains)]
+    parts, numbers = chunk_groups(left, what_is_left(remains, most_rows=0), micro, taken)
+    assert [td["x"].tolist() for td, _ in parts] == [meta.global_indexes for _, meta in parts]
+    found = {number: meta.global_indexes for number, (_, meta) in zip(numbers, parts, strict=True)}
+    expected = {number: [row for row in own if remains[row]] for number, own in enumerate(cut, 1) if number > taken}
+    assert found == {number: own for number, own in expected.items() if own}
+
+
+@given(remains=st.lists(st.booleans(), min_size=1, max_size=12), micro=st.integers(1, 5), data=st.data())
+@settings(max_examples=100, deadline=None, print_blob=True)
+def test_a_rank_of_which_rows_have_left_keeps_as_many_micro_batches_as_the_others(remains, micro, data):
+    rows = len(remains)
+    most = data.draw(st.integers(rows, rows * micro))
+    count = -(-most // micro)
+    drawn, _ = chunk_groups(numbered(rows), what_is_left([True] * rows, most), micro)
+    taken = data.draw(st.integers(0, count - 1))
+    rest = [row for _, meta in drawn[taken:] for row in meta.global_indexes if remains[row]]
+    left = numbered(rows)[torch.tensor(remains)]
+    if len(rest) < count - taken:
+        with pytest.raises(InvalidRequestError, match=f"{len(rest)} rows are left for {count - taken} micro-batches"):
+            chunk_groups(left, what_is_left(remains, most), micro, taken)
+        return
+    parts, numbers = chunk_groups(left, what_is_left(remains, most), micro, taken)
+    assert list(numbers) == list(range(taken + 1, count + 1))
+    assert [row for _, meta in parts for row in meta.global_indexes] == rest
+    assert all(0 < meta.size <= micro for _, meta in parts)
 
 
 @given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=12), most=st.none() | st.integers(1, 4))
