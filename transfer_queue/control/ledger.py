@@ -212,7 +212,7 @@ class Ledger:
     def samples_cleared(self, numbers: npt.NDArray[np.int32], settles: bool = True) -> None:
         """Samples of these entries were cleared, one number per sample.
 
-        ``settles``: an entry without samples is acknowledged, as is one that no rank can ask for again.
+        ``settles``: an entry without samples is acknowledged.
         """
         if not self._by_number:
             return
@@ -222,7 +222,7 @@ class Ledger:
             if entry is None:
                 continue
             entry.owned -= count
-            if entry.owned <= 0 and (settles or entry.dp_size is None):
+            if entry.owned <= 0 and settles:
                 self.close(entry)
 
     def close(self, entry: Entry) -> None:
