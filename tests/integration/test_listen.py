@@ -16,7 +16,6 @@ import transfer_queue as tq
 from tests.integration.noticing import ended
 from tests.own_processes import SLOW
 from transfer_queue.errors import ConfigError, QueueUnreachableError
-from transfer_queue.transport.tcp_wire import write_keys
 
 NUMBERS = np.arange(64 * 1024).reshape(64, 1024)
 
@@ -59,7 +58,7 @@ def be_refused(address: str, key_file: str) -> None:
 
 def test_a_client_with_another_key_is_refused_and_the_queue_goes_on(start, fork, tmp_path):
     conf = start({"listen": "tcp://127.0.0.1:0"})
-    write_keys(tmp_path / "wrong")
+    tq.make_key_file(tmp_path / "wrong")
     refused = fork(be_refused, conf.listen, str(tmp_path / "wrong"))
     refused.join(60.0 * SLOW)
     assert refused.exitcode == 0

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from tests.local_plane import LocalPlane, To
+from transfer_queue import GroupSampler
 from transfer_queue import protocol as p
-from transfer_queue.sampler import GroupSampler
 
 SPEC = p.FieldSpec("int64", ())
 PART = "train"
