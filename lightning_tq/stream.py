@@ -166,9 +166,13 @@ class Stream:
     def register(self, client: TransferQueueClient, dp_size: int) -> None:
         """Register the task and its sampler with the queue, for this number of data-parallel ranks.
 
+        Nothing is registered for a stream that replays a record: the task may be one of a live run there.
+
         Raises:
             InvalidRequestError: the sampler can't draw such batches.
         """
+        if self.record is not None:
+            return
         sampler = self.sampler or "RankAwareSampler"
         if isinstance(sampler, BaseSampler):
             sampler = sampler.for_ranks(dp_size)
