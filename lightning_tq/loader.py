@@ -148,9 +148,17 @@ class StreamReader:
         dropped = self._statistic(partition, "dropped")
         if not dropped:
             return None
-        return (
+        text = (
             f"{dropped} samples of partition {partition!r} could not fill a last round of task "
             f"{self.stream.task!r}, or a group of its sampler, and were left over (tail policy)."
+        )
+        if self.progress.taken or self.stage == "train":
+            return text
+        size, fits = self.stream.batch_size, dropped // self._run.topology.dp_size
+        lower = f"lower batch_size from {size} to at most {fits} on each rank, or " if fits else ""
+        remedy = "draw fewer groups at once" if size is None else f"{lower}set tail='pad'"
+        return (
+            f"{text} So stream {self.label!r} has no batch, and what it would log is missing. To read them, {remedy}."
         )
 
     # ---- iterators ----
@@ -201,7 +209,9 @@ class StreamReader:
         self._unfetched = None
         trained = self.progress.position
         before = self.progress.partition or (None if trained is None else trained.partition_id)
-        start = self.progress.begin(first, replays, self._run.partitions_at_start if self.reads_queue else ())
+        existing = self._run.partitions_at_start if self.reads_queue else ()
+        of_an_epoch = bool(set(self.stream.variables) - {"stage"})
+        start = self.progress.begin(first, replays, existing, of_an_epoch)
         self.dataset.load_state_dict(start.as_dict())
         if not self.reads_queue:
             self.progress.left_partitions.clear()  # those of this name in the queue are not finished
