@@ -253,12 +253,13 @@ class TQDataModule(LightningDataModule):
         replays = check_records(streams, topology.dp_size, bool(self._producers))
         self.open()
         checkpoint = resume_path(trainer)
-        if entry == "fit" and self._ack in ("auto", "checkpoint"):
+        trains_queue = entry == "fit" and self._streams["train"][0].record is None
+        if trains_queue and self._ack in ("auto", "checkpoint"):
             check_checkpoints(trainer, self._streams["train"][0], topology.dp_size, self.client.get_stats()["capacity"])
         if entry == "fit" and checkpoint is not None and not replays:
             restore_queue(self.client, checkpoint)
         self._partitions_at_start = self.client.get_partition_list()
-        publishes = entry == "fit" and any(isinstance(each, PublishWeights) for each in callbacks_of(trainer))
+        publishes = trains_queue and any(isinstance(each, PublishWeights) for each in callbacks_of(trainer))
         if publishes and checkpoint is None:
             pattern = self._switch(trainer).pattern(self._streams["train"][0], "train")
             self.client.advance(pattern, trainer.global_step, resumed=True)

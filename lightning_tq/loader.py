@@ -91,6 +91,8 @@ class StreamReader:
     def __init__(self, each: StageStream, run: RunContext, position: Position | None = None) -> None:
         self.label, self.stage = each.label, each.stage
         self.stream = stream = each.stream
+        self.reads_queue = stream.record is None
+        """Whether batches come from the queue. If from a record, its task may live there, and stays as it is."""
         self.waited_s = 0.0
         self.waiting_since: float | None = None
 
@@ -103,7 +105,7 @@ class StreamReader:
         """Called when the next iterator's partition is known, and the last iterator is closed."""
 
         self._run = run
-        rule = replace(run.ack_rule, ack="never") if self.replay else run.ack_rule
+        rule = replace(run.ack_rule, ack="never") if self.replay or not self.reads_queue else run.ack_rule
         self.progress = Progress(each.label, rule if each.stage == "train" else None, position)
         rows = stream.batch_size if stream.micro_batch_size is None else stream.micro_batch_size
         self._sizes: dict[str, Any] = {
@@ -134,7 +136,9 @@ class StreamReader:
         return 0.0 if since is None else time.perf_counter() - since
 
     def _statistic(self, partition: str | None, name: str) -> int:
-        """A number of the queue's statistics about this stream's task in a partition."""
+        """A number of the queue's statistics about this stream's task in a partition. 0 for a record."""
+        if not self.reads_queue:
+            return 0
         tasks = self._run.client.get_stats()["partitions"].get(partition, {}).get("tasks", {})
         return int(tasks.get(self.stream.task, {}).get(name, 0))
 
@@ -144,9 +148,17 @@ class StreamReader:
         dropped = self._statistic(partition, "dropped")
         if not dropped:
             return None
-        return (
+        text = (
             f"{dropped} samples of partition {partition!r} could not fill a last round of task "
             f"{self.stream.task!r}, or a group of its sampler, and were left over (tail policy)."
+        )
+        if self.progress.taken or self.stage == "train":
+            return text
+        size, fits = self.stream.batch_size, dropped // self._run.topology.dp_size
+        lower = f"lower batch_size from {size} to at most {fits} on each rank, or " if fits else ""
+        remedy = "draw fewer groups at once" if size is None else f"{lower}set tail='pad'"
+        return (
+            f"{text} So stream {self.label!r} has no batch, and what it would log is missing. To read them, {remedy}."
         )
 
     # ---- iterators ----
@@ -197,9 +209,13 @@ class StreamReader:
         self._unfetched = None
         trained = self.progress.position
         before = self.progress.partition or (None if trained is None else trained.partition_id)
-        start = self.progress.begin(first, replays, self._run.partitions_at_start)
+        existing = self._run.partitions_at_start if self.reads_queue else ()
+        of_an_epoch = bool(set(self.stream.variables) - {"stage"})
+        start = self.progress.begin(first, replays, existing, of_an_epoch)
         self.dataset.load_state_dict(start.as_dict())
-        if self.stream.draws_groups and self._run.topology.is_reader:
+        if not self.reads_queue:
+            self.progress.left_partitions.clear()  # those of this name in the queue are not finished
+        elif self.stream.draws_groups and self._run.topology.is_reader:
             # What a limit on batches left there would hold the slots of the groups that are needed here.
             left = [] if before in (None, name) or self._run.may_return(self) else [before]
             self._run.client.move_on(name, self.stream.task, left, self._run.topology.dp_rank)
@@ -296,7 +312,8 @@ class StreamReader:
         Not at the step itself, after which the next policy version is announced: groups of these slots are to have it.
         """
         position = self.progress.position
-        if not self.stream.draws_groups or position is None or not self._run.topology.is_reader:
+        has_slots = self.stream.draws_groups and self.reads_queue
+        if not has_slots or position is None or not self._run.topology.is_reader:
             return
         before, self._told = self._told, (position.partition_id, position.batch_index)
         if self._told != before:

@@ -59,17 +59,26 @@ class Position:
         """Plain data for a checkpoint."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
-    def check_sizes(self, now: Position, label: str) -> None:
-        """Raise InvalidRequestError where batches are numbered differently now than when this was saved."""
+    def check_sizes(self, now: Position, label: str, of_an_epoch: bool = False) -> None:
+        """Raise InvalidRequestError where batches are numbered differently now than when this was saved.
+
+        Args:
+            of_an_epoch: Whether the next epoch reads another partition.
+        """
         saved = {name: getattr(self, name) for name in _SIZES if getattr(self, name) is not None}
         changed = {name: value for name, value in saved.items() if getattr(now, name) != value}
         if changed:
             was = ", ".join(f"{name}={value}" for name, value in changed.items())
             current = ", ".join(f"{name}={getattr(now, name)}" for name in changed)
+            advice = (
+                "Keep the sizes until the partition ends, or resume from the end of an epoch."
+                if of_an_epoch
+                else "Keep the sizes, or begin a new run with its weights (load_from_checkpoint instead of ckpt_path)."
+            )
             raise InvalidRequestError(
                 f"the checkpoint is at batch {self.batch_index} of partition {self.partition_id!r} in stream "
                 f"{label!r}, which was read with {was}. It is now read with {current}, which numbers batches "
-                f"differently. Keep the sizes until the partition ends, or resume from the end of an epoch."
+                f"differently. {advice}"
             )
 
     def check_not_acked(self, acked: int) -> None:
@@ -164,12 +173,13 @@ class Progress:
             return None
         return position.partition_id  # the template may name another one after more steps
 
-    def begin(self, first: Position, replays: bool, existing: Collection[str]) -> Position:
+    def begin(self, first: Position, replays: bool, existing: Collection[str], of_an_epoch: bool = False) -> Position:
         """An iterator starts. Returns where: at ``first``, or after the last step.
 
         Args:
             first: The partition's first batch that is not acknowledged; with ``replays`` its first batch.
             existing: See ``Position.check_partition_exists``.
+            of_an_epoch: Whether the next epoch reads another partition.
         Raises:
             InvalidRequestError: the stream can't continue where the checkpoint was.
         """
@@ -185,7 +195,7 @@ class Progress:
         if replays or position is None or position.partition_id != first.partition_id:
             return first
         if self._restored:
-            position.check_sizes(first, self.label)
+            position.check_sizes(first, self.label, of_an_epoch)
             position.check_partition_exists(existing)
         position.check_not_acked(first.batch_index)
         self.batches_done = position.batch_index - first.batch_index

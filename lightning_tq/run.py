@@ -176,7 +176,7 @@ class Run:
     def announce(self, version: int) -> None:
         """Say on every rank which policy version trains now: groups that are leased from now on have it."""
         before, self.policy_version = self.policy_version, version
-        if not self.trainer.is_global_zero:
+        if not self.trainer.is_global_zero or not self.train_reader().reads_queue:
             return
         stream = self.train_reader().stream
         is_first = before is None or version < before  # of this run, which may follow one that had come further
@@ -260,7 +260,8 @@ class Run:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from the run that saved the checkpoint."""
-        self._left.take_over(state.get("left", []))
+        if self.train_reader().reads_queue:
+            self._left.take_over(state.get("left", []))
         overfitted = state.get("overfitted", {})
         for label in overfitted.keys() & self.readers.keys() if self.overfits else ():
             self.readers[label].progress.partition = overfitted[label]

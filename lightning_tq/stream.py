@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from numbers import Real
@@ -11,6 +12,7 @@ from os import PathLike
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Literal
 
+import transfer_queue as tq
 from lightning_tq.checks import are_names, check_choice, check_int, nearest
 from transfer_queue import BaseSampler, GroupSampler, RecordedBatches, parse_filter
 from transfer_queue.errors import InvalidRequestError
@@ -166,12 +168,15 @@ class Stream:
     def register(self, client: TransferQueueClient, dp_size: int) -> None:
         """Register the task and its sampler with the queue, for this number of data-parallel ranks.
 
+        Nothing is registered for a stream that replays a record: the task may be one of a live run there.
+
         Raises:
             InvalidRequestError: the sampler can't draw such batches.
         """
-        sampler = self.sampler or "RankAwareSampler"
+        if self.record is not None:
+            return
+        sampler = _for_ranks(self.sampler or "RankAwareSampler", dp_size)
         if isinstance(sampler, BaseSampler):
-            sampler = sampler.for_ranks(dp_size)
             sampler.check(self.batch_size or 0, dp_size)
         # An earlier run may have registered the task with another policy, which would hold on.
         client.register_task(self.task, sampler, dp_size, self.tail or ("uneven_ok" if dp_size == 1 else "drop"))
@@ -231,6 +236,19 @@ def as_stream(given: Stream | Mapping[str, Any], label: str) -> Stream:
     if missing:
         raise InvalidRequestError(f"stream {label!r} lacks {', '.join(missing)}: got {dict(given)!r}.")
     return Stream(**given)
+
+
+def _for_ranks(sampler: BaseSampler | str, dp_size: int) -> BaseSampler | str:
+    """The sampler for so many ranks. A name stays one, unless it is that of a built-in sampler which follows them."""
+    if isinstance(sampler, BaseSampler):
+        return sampler.for_ranks(dp_size)
+    named = getattr(tq, sampler, None)
+    if isinstance(named, type) and issubclass(named, BaseSampler):
+        with suppress(TypeError):  # the queue says which arguments it lacks
+            made = named()
+            following = made.for_ranks(dp_size)
+            return sampler if following is made else following
+    return sampler
 
 
 def _check_clearing(tasks: object, replay: bool) -> None:

@@ -245,7 +245,7 @@ def _own_hooks(trainer: Trainer) -> list[str]:
 def why_nothing(client: TransferQueueClient, reader: StreamReader) -> str:
     """Why a stream came to the end of its partition without a batch."""
     with suppress(TransferQueueError):  # the queue may end now, or the partition be cleared
-        if text := _why_empty(client, reader):
+        if reader.reads_queue and (text := _why_empty(client, reader)):
             return text
     return (
         f"partition {reader.progress.partition!r} has no untrained batch for task {reader.stream.task!r}. Its samples "

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 
 from transfer_queue.errors import ConfigError
-from transfer_queue.utils.machine import machine_memory, parse_bytes
+from transfer_queue.utils.machine import host_and_port, machine_memory, parse_bytes
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -25,6 +25,7 @@ _FREE_SECTIONS = ("zmq_info", "ucx_env_vars")
 _TYPO_CUTOFF = 0.75
 _Count = Annotated[int, msgspec.Meta(gt=0)]
 _Seconds = Annotated[float, msgspec.Meta(gt=0)]
+_MOST_PORT = 65535
 _SHARE_OF_MACHINE = 2
 """By default the queue may use this fraction (one half) of the machine's memory."""
 
@@ -34,7 +35,7 @@ class MetricsConfig:
     """Prometheus metrics at ``http://<endpoint>/metrics``; needs the package prometheus-client."""
 
     enabled: bool = False
-    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    port: Annotated[int, msgspec.Meta(ge=0, le=_MOST_PORT)] = 0
     """0: a free one."""
     host: str | None = None
     """The address to serve at, "0.0.0.0" for all networks. None: that of ``listen``, or else 127.0.0.1."""
@@ -328,9 +329,18 @@ def typed(conf: DictConfig | Mapping[str, Any]) -> FullConfig:
         raise ConfigError(f"{path or 'the configuration'}{given}: {text}.") from None
     config.backend.SimpleStorage.memory_bytes()
     config.backend.SimpleStorage.ssd_offload.most_bytes()
-    if config.listen is not None and not config.listen.startswith("tcp://"):
-        raise ConfigError(f"listen must be an address tcp://HOST:PORT or null, got {config.listen!r}.")
+    if config.listen is not None and not _is_listening_address(config.listen):
+        raise ConfigError(
+            f"listen must be an address tcp://HOST:PORT or null, with a port from 0 to 65535, got {config.listen!r}."
+        )
     return config
+
+
+def _is_listening_address(address: str) -> bool:
+    """ZeroMQ would take a port of more than 16 bits for another one."""
+    host, port = host_and_port(address)
+    is_port = port == "*" or (port.isascii() and port.isdigit() and int(port) <= _MOST_PORT)
+    return address.startswith("tcp://") and bool(host) and is_port
 
 
 def to_plain(conf: DictConfig) -> dict[str, Any]:

@@ -46,7 +46,8 @@ class PublishWeights(Callback):
     A step waits only for a copy in host memory. From an accelerator, that copy overlaps the next forward and backward
     pass. Until then only an optimizer step may change the weights, or a callback from the start of validation on. A
     thread of the first rank puts the copy into the queue, and its errors end the training. The version is
-    ``trainer.global_step``. At the end of training the partition is sealed, which ends the readers' waits.
+    ``trainer.global_step``. At the end of training the partition is sealed, which ends the readers' waits. Where
+    training replays a record, nothing is published: it has no producers, and those of a live run need its weights.
 
     It also tells the queue which version trains now (``client.advance``), for all partitions that the train stream may
     read. So a lease has the version whose weights are right for it: ``latest(least=lease.version)``.
@@ -118,7 +119,7 @@ class PublishWeights(Callback):
                 "DeepSpeed stage 2."
             )
         self.skipped, self.version = 0, None
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and run.train_reader().reads_queue:
             self._worker = BackgroundWorker("lightning-tq-weights", self._put)
             self._keys.clear()
             _clear_earlier_versions(run.client, self.partition)

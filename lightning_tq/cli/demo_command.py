@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lightning_tq.cli.new_command import write_template
+from lightning_tq.cli.queue_commands import seconds
 
 _FAILED, _INTERRUPTED = 1, 130
 _LINES_EVERY_S = 3.0
+_MOST_S = 3600
 _PAGE = re.compile(r"^Dashboard: (\S+)")
 _STEP = re.compile(r"^step (\d+): (\d+)% ")
 _LIMIT = re.compile(r"; ((?:generation|training) was the bottleneck)")
@@ -45,8 +47,8 @@ def main(args: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("lightning-tq demo", description=main.__doc__, allow_abbrev=False)
     where = "Where its files and the picture go: a new or an empty directory. Default: a temporary one."
     parser.add_argument("directory", nargs="?", metavar="DIR", help=where)
-    seconds = "Seconds of training. Processes take about ten more to start. Default: 45."
-    parser.add_argument("--seconds", type=int, default=45, metavar="N", help=seconds)
+    length = f"Seconds of training, at most {_MOST_S}. Processes take about ten more to start. Default: 45."
+    parser.add_argument("--seconds", type=whole_seconds, default=45, metavar="N", help=length)
     parser.add_argument("--no-browser", action="store_true", help="Print the page's address, and don't open it.")
     options = parser.parse_args(args)
     directory = Path(options.directory or tempfile.mkdtemp(prefix="lightning-tq-demo-"))
@@ -62,6 +64,11 @@ def main(args: Sequence[str]) -> int:
         return _FAILED
     demo.conclude(directory)
     return code
+
+
+def whole_seconds(text: str) -> int:
+    """The type of an option."""
+    return int(seconds(str(int(text)), 1, _MOST_S))
 
 
 def _name_what_lacks() -> None:

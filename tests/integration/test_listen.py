@@ -72,6 +72,9 @@ def test_a_client_with_another_key_is_refused_and_the_queue_goes_on(start, fork,
     ("conf", "what"),
     [
         ({"listen": "ipc:///tmp/x"}, "listen must be an address tcp://HOST:PORT"),
+        ({"listen": "tcp://127.0.0.1"}, "listen must be an address tcp://HOST:PORT"),
+        ({"listen": "tcp://127.0.0.1:-1"}, "with a port from 0 to 65535, got 'tcp://127.0.0.1:-1'"),
+        ({"listen": "tcp://127.0.0.1:65537"}, "with a port from 0 to 65535, got 'tcp://127.0.0.1:65537'"),
         ({"listen": "tcp://127.0.0.1:0", "server_processes": "each"}, "listen needs controller and storage in one"),
     ],
 )

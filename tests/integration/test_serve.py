@@ -247,6 +247,7 @@ def test_keys_that_others_can_read(serve, keys):
         (("--listen", "tcp://203.0.113.1:0"), "can't listen at tcp://203.0.113.1:0"),
         (("--memory", "lots"), "memory"),
         (("--config", "missing.yaml"), "missing.yaml"),
+        (("--directory", "/dev/null/queue"), "can't make the directory /dev/null/queue: Not a directory."),
     ],
 )
 def test_what_cannot_be_served_is_one_error_that_names_it(serve, options, what):

@@ -36,6 +36,16 @@ def test_the_first_parts_of_a_trainers_options_are_known_without_lightning(capsy
     assert parts <= set(OPTIONS_OF_A_TRAINER)
 
 
+@pytest.mark.parametrize("given", ["-1", "0", "3601"])
+def test_a_demo_of_an_impossible_length_is_refused_before_it_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        lightning_tq(["demo", "--seconds", given, str(tmp_path / "demo")])
+    assert f"argument --seconds: must be between 1 and 3600 seconds, got {given}" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_command_whose_reader_has_gone_ends_without_a_traceback() -> None:
     reader, writer = os.pipe()
     os.close(reader)  # as "| head" does once it has its lines

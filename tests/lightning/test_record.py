@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from producing import fill, rows
 
 import transfer_queue as tq
-from lightning_tq import FabricLoader, Producer, Stream, TQDataModule
+from lightning_tq import FabricLoader, PartitionSwitch, Producer, PublishWeights, Stream, TQDataModule
 from tests.console import lightning_tq
 from tests.lightning.conftest import ROOT, stream
 from transfer_queue.checkpoint.saved_state import SavedState
@@ -148,6 +148,36 @@ def learning(data: Callable[..., TQDataModule], samples: int) -> tq.TransferQueu
 def take(client: tq.TransferQueueClient, number: int, rank: int = 0) -> Any:
     of = {"dp_rank": rank, "batch_index": number}
     return client.get_meta(["x", "text"], 2, "train", task_name="learn", sampling_config=of, timeout_s=30)
+
+
+def task_of(client: tq.TransferQueueClient, partition: str) -> dict[str, Any]:
+    known = client.get_stats()["partitions"][partition]["tasks"]["learn"]
+    return {name: known[name] for name in ("in_flight", "settled", "consumed")}
+
+
+def test_a_replay_trains_every_recorded_batch_and_leaves_the_live_task_where_it_was(
+    tmp_path: Path, data: Callable[..., TQDataModule], trainer: Callable[..., Any]
+) -> None:
+    read = {"partition": "train@{epoch}", "sampler": tq.SequentialSampler()}
+    live = data(train=stream(**read))
+    client = live.client
+    client.register_task("copy", follows="learn")
+    samples = [fill(client, f"train@{epoch}", count) for epoch, count in enumerate((8, 16))]
+    trainer(max_epochs=2, max_steps=4).fit(Noting(), live)  # two of four batches of the second epoch
+    client.save_batches(tmp_path / "record" / "000000", "copy")
+    record = list(tq.RecordedBatches(tmp_path / "record").rounds)
+    assert {("train@0", 0), ("train@0", 1), ("train@1", 0), ("train@1", 1)} <= set(record)
+    before = [task_of(client, name) for name in ("train@0", "train@1")]
+    assert [each["settled"] for each in before] == [2, 2]
+    again = Noting()
+    replay = TQDataModule(train=stream(read["partition"], clear_consumed=True, replay_from=str(tmp_path / "record")))
+    trainer(max_epochs=9, callbacks=[PartitionSwitch(), PublishWeights()]).fit(again, replay)
+    assert [(noted[0][0], noted[3]) for noted in again.noted] == record
+    assert client.get_partition_list() == ["train@0", "train@1"], "nothing is cleared or published"
+    assert [task_of(client, name) for name in ("train@0", "train@1")] == before
+    rest = Noting()
+    trainer(max_epochs=2).fit(rest, live)
+    assert [index for noted in rest.noted for index in noted[1]] == samples[1][8:]
 
 
 @pytest.mark.programs

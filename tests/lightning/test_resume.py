@@ -220,6 +220,27 @@ def test_changed_sizes_are_refused_within_a_partition_and_allowed_in_the_next(
     assert [rows for _, rows in model.seen["train"]] == [indexes[1][:6], indexes[1][6:]]
 
 
+@pytest.mark.parametrize(
+    ("partition", "advice"),
+    [
+        ("train@{epoch}", r"Keep the sizes until the partition ends, or resume from the end of an epoch\."),
+        (
+            "train@0",
+            r"Keep the sizes, or begin a new run with its weights \(load_from_checkpoint",
+        ),
+    ],
+)
+def test_the_end_of_an_epoch_is_advised_for_changed_sizes_only_where_the_next_reads_another_partition(
+    data: Make, trainer: MakeTrainer, tmp_path: Path, partition: str, advice: str
+) -> None:
+    dm = data(train=stream(partition))
+    fill(dm.client, "train@0", 12)
+    trainer(callbacks=[Save(tmp_path)]).fit(Recorder(), datamodule=dm)
+    other = TQDataModule(train=stream(partition, batch_size=6), ack="never")
+    with pytest.raises(ValueError, match=advice):
+        trainer(max_epochs=2).fit(Recorder(), datamodule=other, ckpt_path=tmp_path / "step=2.ckpt")
+
+
 @pytest.mark.parametrize("options", [{}, {"num_batches": 3}], ids=["unknown", "known"])
 def test_a_checkpoint_from_the_last_batch_or_validation_resumes_with_the_next_epoch(
     data: Make, trainer: MakeTrainer, tmp_path: Path, options: dict[str, Any]

@@ -106,6 +106,27 @@ def test_an_epoch_whose_filter_no_sample_matches_says_which_tags_there_are(
     )
 
 
+@pytest.mark.parametrize(
+    ("samples", "more"),
+    [
+        (
+            3,
+            " So stream 'val' has no batch, and what it would log is missing. To read them, lower batch_size from 4 to "
+            "at most 3 on each rank, or set tail='pad'.",
+        ),
+        (5, ""),
+    ],
+)
+def test_a_validation_that_leaves_all_its_samples_over_says_what_would_read_them(
+    data: Make, trainer: MakeTrainer, caplog: pytest.LogCaptureFixture, samples: int, more: str
+) -> None:
+    dm = data(val=stream("val", task="evaluate", tail="drop"))
+    fill(dm.client, "val", samples)
+    trainer().validate(Recorder(), datamodule=dm)
+    (said,) = [text for text in caplog.messages if "left over" in text]
+    assert said.partition("(tail policy).")[2] == more
+
+
 def test_too_few_samples_that_match_a_filter_are_not_said_to_be_none(
     data: Make, trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,6 +7,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,7 @@ def test_a_fabric_loop_frees_the_slots_of_a_batch_when_it_asks_for_the_next_one(
     assert (loop, [after >= number for number, after in enumerate(done)]) == ([2, 2, 2], [True] * 3)
 
 
+<<<<<<< HEAD
 def test_a_resume_within_a_batch_lacks_only_the_group_that_was_rejected_and_counts_as_before(data: Make) -> None:
     client = data().client
     add(client, 8)
@@ -254,6 +256,29 @@ def test_a_resume_within_a_batch_lacks_only_the_group_that_was_rejected_and_coun
     assert again == [(0, 2, 100), (0, 3, 200), (0, 0, 300), *((1, (n + 1) % 4, 400 + 100 * n) for n in range(4))]
     assert taken == 8
     assert list(client.kv_list("train")["train"]) == ["q0"], "what was trained is gone, what was rejected stays"
+=======
+def test_a_replay_frees_no_slot_of_the_live_groups_and_announces_no_version(
+    data: Make, trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    dm = data(train=groups_of(1, of_ahead=3))
+    client, record, model = dm.client, tmp_path / "record", Steps()
+    client.register_task("learn", GroupSampler(groups=1, ahead=3))
+    client.register_task("copy", follows="learn")
+    add(client, 5, seal=False)
+    for lease in client.lease("train", 4, timeout_s=30):
+        lease.close(members(lease.key, 2))
+    trainer(max_steps=2, callbacks=[PublishWeights()]).fit(Steps(), datamodule=dm)
+    client.save_batches(record / "000000", "copy")
+    before = client.get_stats()["partitions"]["train"]
+    again = replace(groups_of(1), replay_from=str(record))
+    trainer(max_epochs=9, callbacks=[PublishWeights()]).fit(model, datamodule=TQDataModule(train=again))
+    trainer().validate(model, datamodule=TQDataModule(val=again))
+    assert model.groups[:2] == [[0, 0], [1, 1]]
+    after = client.get_stats()["partitions"]["train"]
+    assert after["groups"] == before["groups"]
+    assert after["tasks"]["learn"]["settled"] == before["tasks"]["learn"]["settled"] == 2
+    assert client.lease("train", timeout_s=30)[0].version == 2
+>>>>>>> lightning-mends
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,19 @@ def test_a_template_learns_and_goes_on_after_a_kill_from_its_last_checkpoint(kin
 
 @pytest.mark.programs
 @pytest.mark.timeout(320 * SLOW)
+@pytest.mark.parametrize("kind", ["stream", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("grpo", "sft"))])
+def test_a_template_trains_on_two_ranks_which_share_all_held_out_samples(kind: str, tmp_path: Path) -> None:
+    train(*COMMAND, "new", kind, tmp_path / "run")
+    ranks = ("--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.max_epochs=1")
+    words = ("fit", "--config", tmp_path / "run" / "run.yaml", "--trainer.enable_progress_bar=false", *ranks)
+    done = run_python(*COMMAND, *words, env=environment(), timeout=300 * SLOW)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(steps(done.stdout)) == 2, "before the training and after its epoch"
+    assert not re.search(r"of partition 'val' .* left over", done.stdout + done.stderr)
+
+
+@pytest.mark.programs
+@pytest.mark.timeout(320 * SLOW)
 def test_the_demo_learns_and_ends_with_a_picture_and_a_verdict(tmp_path: Path) -> None:
     pytest.importorskip("aiohttp")
     pytest.importorskip("matplotlib")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,12 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ParallelStrategy, SingleDeviceStrategy
+from producing import rows
 
-from lightning_tq import Topology, fabric_topology, trainer_topology
+import transfer_queue as tq
+from lightning_tq import Topology, TQDataModule, fabric_topology, trainer_topology
 from lightning_tq.topology import check_dp_ranks, run_on_rank_zero
+from tests.lightning.conftest import stream
 from transfer_queue.errors import ConfigError, InvalidRequestError, RemoteError
 
 
@@ -190,3 +194,17 @@ def test_a_result_of_rank_zero_is_returned_on_every_rank() -> None:
     ranks.is_global_zero = False
     results.append(run_on_rank_zero(ranks, lambda: "elsewhere"))
     assert results == ["ipc:///here"] * 2
+
+
+@pytest.mark.parametrize("sampler", ["SeqlenBalancedSampler", tq.SeqlenBalancedSampler(), "SequentialSampler", None])
+def test_a_sampler_follows_the_ranks_whether_it_is_named_or_given(
+    data: Callable[..., TQDataModule], sampler: tq.BaseSampler | str | None
+) -> None:
+    client = data(train=stream()).client
+    stream("train", batch_size=2, sampler=sampler).register(client, dp_size=2)
+    client.put(rows(8), partition_id="train", tags=[{"total_lengths": 1 + number} for number in range(8)])
+    given: list[int] = []
+    for rank in range(2):
+        of = {"dp_rank": rank, "dp_size": 2, "batch_index": 0}
+        given += client.get_meta(["x"], 2, "train", task_name="learn", sampling_config=of, timeout_s=30).global_indexes
+    assert sorted(given) == [0, 1, 2, 3]

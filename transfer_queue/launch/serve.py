@@ -69,9 +69,12 @@ def serve(
 
 
 def own_directory(path: str) -> str:
-    """Make a directory that only this user can enter. Raises LaunchError if others can, or a server is there."""
+    """Make a directory that only this user can enter. Raises LaunchError if it can't, or a server is there."""
     absolute = Path(path).absolute()
-    absolute.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        absolute.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"can't make the directory {absolute}: {error.strerror or error}.") from error
     if absolute.stat().st_uid != os.getuid() or absolute.stat().st_mode & 0o077:
         raise LaunchError(f"other users can enter {absolute}: chmod 700, or choose another directory.")
     for name in ("controller", "unit"):

@@ -24,7 +24,7 @@ class Actor(L.LightningModule):
 
     def validation_step(self, batch, batch_idx):
         answers, _ = self.policy.answer(batch.data["prompt"], greedy=True)
-        self.log("accuracy", (answers == batch.data["solution"]).all(1).float().mean(), prog_bar=True)
+        self.log("accuracy", (answers == batch.data["solution"]).all(1).float().mean(), prog_bar=True, sync_dist=True)
 
     def on_validation_epoch_end(self):
         accuracy = self.trainer.callback_metrics["accuracy"]

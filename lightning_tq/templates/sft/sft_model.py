@@ -31,7 +31,7 @@ class Model(L.LightningModule):
         return loss
 
     def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.loss(batch.data), prog_bar=True, batch_size=batch.meta.size)
+        self.log("val_loss", self.loss(batch.data), prog_bar=True, batch_size=batch.meta.size, sync_dist=True)
 
     def on_validation_epoch_end(self):
         loss = self.trainer.callback_metrics["val_loss"]

@@ -19,7 +19,8 @@ class Model(L.LightningModule):
 
     def validation_step(self, batch, batch_idx):
         data, meta = batch
-        self.log("val_loss", mse_loss(self.layer(data["x"]), data["y"]), prog_bar=True, batch_size=meta.size)
+        loss = mse_loss(self.layer(data["x"]), data["y"])
+        self.log("val_loss", loss, prog_bar=True, batch_size=meta.size, sync_dist=True)  # the mean of all ranks
 
     def on_validation_epoch_end(self):
         loss = self.trainer.callback_metrics["val_loss"]

@@ -1,5 +1,7 @@
 """The processes that fill the queue. The trainer starts them, and they end with it. Replace ``samples``."""
 
+import time
+
 import torch
 
 import transfer_queue as tq
@@ -23,5 +25,8 @@ def held_out():
 
 def produce():
     """Never ends: when the queue is full, a put waits. Any number of such processes share the work."""
+    client = tq.get_client()
+    while not client.get_stats()["partitions"].get("val", {}).get("sealed"):
+        time.sleep(0.1)  # a full queue would have no room for the held-out samples, so they come first
     while True:
-        tq.get_client().put(samples(ROWS), partition_id="train")
+        client.put(samples(ROWS), partition_id="train")
