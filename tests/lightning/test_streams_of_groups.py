@@ -238,7 +238,6 @@ def test_a_fabric_loop_frees_the_slots_of_a_batch_when_it_asks_for_the_next_one(
     assert (loop, [after >= number for number, after in enumerate(done)]) == ([2, 2, 2], [True] * 3)
 
 
-<<<<<<< HEAD
 def test_a_resume_within_a_batch_lacks_only_the_group_that_was_rejected_and_counts_as_before(data: Make) -> None:
     client = data().client
     add(client, 8)
@@ -256,7 +255,8 @@ def test_a_resume_within_a_batch_lacks_only_the_group_that_was_rejected_and_coun
     assert again == [(0, 2, 100), (0, 3, 200), (0, 0, 300), *((1, (n + 1) % 4, 400 + 100 * n) for n in range(4))]
     assert taken == 8
     assert list(client.kv_list("train")["train"]) == ["q0"], "what was trained is gone, what was rejected stays"
-=======
+
+
 def test_a_replay_frees_no_slot_of_the_live_groups_and_announces_no_version(
     data: Make, trainer: MakeTrainer, tmp_path: Path
 ) -> None:
@@ -278,7 +278,6 @@ def test_a_replay_frees_no_slot_of_the_live_groups_and_announces_no_version(
     assert after["groups"] == before["groups"]
     assert after["tasks"]["learn"]["settled"] == before["tasks"]["learn"]["settled"] == 2
     assert client.lease("train", timeout_s=30)[0].version == 2
->>>>>>> lightning-mends
 
 
 @pytest.mark.parametrize(

@@ -249,25 +249,15 @@ class StreamingDataset(IterableDataset[Any]):
         )  # fmt: skip
         with closing(batch_stream(fetch, start.batch_index + first, stride, self.prefetch)) as batches:
             for batch_index, data, meta in batches:
-<<<<<<< HEAD
                 taken = start.micro_batch if batch_index == start.batch_index else 0
                 items, numbers = self._cut(data, meta, taken, bool(fetch.taken_rows))
-                if self.head_fields is not None and items:
-                    get_heads = getattr(self.fetch_batch_fn, "get_heads", client.get_heads)
-                    items = with_heads(items, meta, get_heads(meta, self.head_fields, client.storage_manager.layout))
-                has_groups = getattr(meta, "heads", None) is not None  # a user's function may give something else
-                yield Bundle(batch_index, items, numbers, has_groups)
-=======
-                is_rest = fetch.taken_rows and batch_index == start.batch_index and meta.size < (self.batch_size or 0)
-                items = list(self._process(data, meta))
                 of_record = getattr(self.fetch_batch_fn, "get_heads", None)
-                if self.head_fields is not None:
+                if self.head_fields is not None and items:
                     get_heads = of_record or client.get_heads
                     items = with_heads(items, meta, get_heads(meta, self.head_fields, client.storage_manager.layout))
                 # A user's function may give something else. Groups of a record hold no slots.
                 has_groups = getattr(meta, "heads", None) is not None and of_record is None
-                yield Bundle(batch_index, items, start.micro_batch if is_rest else 0, has_groups)
->>>>>>> lightning-mends
+                yield Bundle(batch_index, items, numbers, has_groups)
                 del data, meta, items  # otherwise they would stay alive while waiting for the next batch
 
     def _taken_rows(self, start: Start) -> int:
