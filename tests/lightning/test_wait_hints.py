@@ -216,8 +216,8 @@ def test_a_queue_that_is_full_is_named_before_any_other_cause(trainer: MakeTrain
     beginning, client, end = re.split(r"(TransferQueueClient_\S+)", hints.texts[-1])
     assert client in clients
     assert beginning == (
-        "stream 'train' waits for 4 samples of 'train': 0 ready, 8 are reserved and not put yet, nothing was published "
-        "yet, and the queue is full: a put of "
+        "stream 'train' waits for 4 samples of 'train': the partition is not in the queue, which holds 'old' (8 "
+        "samples), and the queue is full: a put of "
     )
     assert end == (
         " waits for room for 32.23 KiB in a queue of 64 KiB: no task reads 8 samples. Add the callback "
