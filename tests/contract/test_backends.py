@@ -295,9 +295,10 @@ def _run(target: Callable[[str], None], partition: str, conf: Any) -> None:
     target(partition)
 
 
-def exit_code_of(target: Callable[[str], None], partition: str, conf: Any) -> int | None:
-    """Of a forked process; Ray doesn't work in one."""
-    context = multiprocessing.get_context("spawn" if conf.backend.storage_backend == "RayStore" else "fork")
+def exit_code_of(target: Callable[[str], None], partition: str, conf: Any, method: str | None = None) -> int | None:
+    """Of a process that is forked by default, unless it uses Ray, which doesn't work in forks."""
+    default = "spawn" if conf.backend.storage_backend == "RayStore" else "fork"
+    context = multiprocessing.get_context(method or default)
     process = context.Process(target=_run, args=(target, partition, conf))
     process.start()
     process.join(90 * SLOW)
@@ -340,10 +341,7 @@ def put_in_vain(partition: str) -> None:
 def test_a_fork_of_a_process_that_uses_ray_is_refused_where_ray_would_hang(client, queue, name):
     if queue.backend.storage_backend != "RayStore":
         pytest.skip("the others work in forks")
-    process = multiprocessing.get_context("fork").Process(target=_run, args=(put_in_vain, name, queue))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+    assert exit_code_of(put_in_vain, name, queue, "fork") == 0
 
 
 def put_and_die_before_the_commit(partition: str) -> None:

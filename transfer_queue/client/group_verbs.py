@@ -243,7 +243,7 @@ class GroupVerbs(Gets, LeaseClient):
         Returns:
             How many.
         Raises:
-            GroupStateError: nobody would train them: a task was told that nothing more comes, or all have gone on.
+            GroupStateError: nobody would train them: a task's stream has ended, or all tasks have gone on.
         Examples:
             >>> meta = client.add_groups({"prompt": torch.arange(1)}, "train")
             >>> client.lease("train")[0].reject("too easy")

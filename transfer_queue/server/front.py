@@ -378,10 +378,9 @@ class _ComposedCalls:
         """Whether a put takes nothing that others wait for: it replaces values, or there is room for all of it."""
         if isinstance(begin, p.CheckFields):
             return True
-        num_new = writing.check(self._plane.state, begin)
-        if isinstance(begin, p.ResolveKeys) and num_new < len(begin.keys):
-            return True
-        return writing.has_room(self._plane.state, num_new) and self._unit.takes_now(call, columns)
+        count = len(begin.keys) if isinstance(begin, p.ResolveKeys) else begin.count
+        has_room = self._unit.takes_now(call, columns) and writing.has_room(self._plane.state, count)
+        return has_room or writing.check(self._plane.state, begin) < count
 
     def _columns(self, call: Call, data: bytes) -> Columns:
         """What a put stores. The memory that it leased ends with the put, whatever becomes of that."""

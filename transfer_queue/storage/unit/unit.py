@@ -281,8 +281,7 @@ class StorageUnit:
         extent = self._arena.allocate(nbytes)
         if extent is None:
             return LeasedMemory(call.number, -1)
-        self._leased_nbytes += extent.nbytes
-        self.calls.hold(call, MemoryLease([extent], partial(self._lease_over, extent.nbytes)))
+        self._hold_lease(call, extent.nbytes, [extent])
         self._squeeze()
         return LeasedMemory(call.number, self._arena.offset_of(extent))
 
@@ -293,9 +292,12 @@ class StorageUnit:
         return self._when_room(call, lease, nbytes, [], partial(self._keep_room, call, nbytes))
 
     def _keep_room(self, call: Call, nbytes: int) -> Reply:
-        self._leased_nbytes += nbytes
-        self.calls.hold(call, MemoryLease([], partial(self._lease_over, nbytes)))
+        self._hold_lease(call, nbytes, [])
         return LeasedMemory(call.number, -1)
+
+    def _hold_lease(self, call: Call, nbytes: int, extents: Sequence[ByteArray]) -> None:
+        self._leased_nbytes += nbytes
+        self.calls.hold(call, MemoryLease(extents, partial(self._lease_over, nbytes)))
 
     def _lease_over(self, nbytes: int) -> None:
         self._leased_nbytes -= nbytes
@@ -353,18 +355,18 @@ class StorageUnit:
             for header in columns.headers:
                 if header.selection >= 0:
                     raise ProtocolError("a write names rows out of order: what is stored lies back to back.")
-            addressed = columns.lease and not (held and not held[0].extents)
-            view = self._carved(columns, held[0].extents[0] if held else None) if addressed else None
+            if columns.lease and not held:
+                raise ProtocolError(f"a write names lease {columns.lease}, which this client does not hold.")
+            view = self._carved(columns, held[0].extents[0]) if held and held[0].extents else None
             stored = unpack_columns(columns.headers, columns.tables, call.frames, len(indexes), view)
             return RowsToWrite(indexes, stored, view is not None)
         finally:
             for lease in held:
                 lease.keep()
 
-    def _carved(self, columns: Columns, extent: ByteArray | None) -> Callable[[int, int], ByteArray]:
+    def _carved(self, columns: Columns, extent: ByteArray) -> Callable[[int, int], ByteArray]:
         """Carve the columns' memory out of the lease."""
-        if extent is None or self._arena is None:
-            raise ProtocolError(f"a write names lease {columns.lease}, which this client does not hold.")
+        assert self._arena is not None  # which leased it
         ranges = sorted((header.offset, header.nbytes) for header in columns.headers if header.offset >= 0)
         at, stop = self._arena.offset_of(extent), self._arena.offset_of(extent) + len(extent)
         for offset, nbytes in ranges:
