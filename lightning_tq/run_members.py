@@ -77,6 +77,9 @@ class RunMembers:
         self._left = threading.Event()
         self._watching: tuple[TransferQueueClient, str, threading.Thread] | None = None
 
+    def __reduce__(self) -> tuple[type[RunMembers], tuple[()]]:
+        return RunMembers, ()  # a spawned rank joins by itself
+
     def join(
         self, owner: Trainer | Fabric, connection: QueueConnection, config: QueueConfig, shared: SharedQueue
     ) -> None:

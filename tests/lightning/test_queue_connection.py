@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -34,6 +35,11 @@ def test_a_queue_of_two_data_modules_ends_with_the_last_one(trainer: MakeTrainer
     assert own_processes() == []
     with pytest.raises(NotInitializedError):
         tq.get_client()
+
+
+def test_a_data_module_is_pickled_for_ranks_that_are_spawned() -> None:
+    with TQDataModule(train=stream(), queue={"units": 1}) as dm:
+        assert pickle.loads(pickle.dumps(dm)).address == dm.address
 
 
 def test_a_failed_fit_leaves_the_queue_to_another_data_module(trainer: MakeTrainer) -> None:

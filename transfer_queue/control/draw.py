@@ -29,6 +29,7 @@ from transfer_queue.sampler.group_sampler import GroupSampler
 from transfer_queue.sampler.registry import resolve
 
 TAIL_POLICIES = ("drop", "pad", "uneven_ok")
+_OWN_FILES = __file__.removesuffix("control/draw.py")
 
 
 # ---- tasks ----
@@ -288,7 +289,11 @@ class Draw:
         if not own:  # users' samplers were promised a list, which they may change
             self.ready.listed = self.ready.listed or list(offered)
             offered = self.ready.listed.copy()
-        picked, consumed = self.sampler(offered, self.batch_size, **_accepted(self.sampler, arguments))
+        answer = self.sampler(offered, self.batch_size, **_accepted(self.sampler, arguments))
+        try:
+            picked, consumed = answer
+        except (TypeError, ValueError):
+            raise self._unexpected(answer) from None
         same = type(picked) is list and type(consumed) is list and picked == consumed
         indexes = self._as_indexes(picked)
         if not len(indexes):
@@ -299,11 +304,14 @@ class Draw:
     def _as_indexes(self, given: Any) -> Indexes:
         array: npt.NDArray[Any] = np.asarray(given)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise SamplerError(
-                f"{type(self.sampler).__name__} returned {reprlib.repr(given)}; expected (sampled, consumed), two "
-                f"lists of indexes."
-            )
+            raise self._unexpected(given)
         return array.astype(np.int64, copy=array is given)
+
+    def _unexpected(self, given: object) -> SamplerError:
+        return SamplerError(
+            f"{type(self.sampler).__name__} returned {reprlib.repr(given)}; expected (sampled, consumed), two lists of "
+            f"indexes."
+        )
 
     def _complete_rows(self, indexes: Indexes) -> Rows:
         table = self.partition.table
@@ -337,6 +345,8 @@ class Draw:
         indexes = self._as_indexes(self.sampler.tail(view, self.batch_size, partition=self._seen))
         if not len(indexes):
             return []
+        if len(np.unique(indexes)) < len(indexes):
+            raise SamplerError(f"{type(self.sampler).__name__}.tail returned a sample twice: {reprlib.repr(indexes)}.")
         self._complete_rows(indexes)
         if policy == "pad":
             return self._padded(indexes)
@@ -401,13 +411,16 @@ class foreign:
             return
         # Any exception, even SystemExit and CancelledError: a server has no other use for them, and ignores Ctrl-C.
         said = traceback.format_exception_only(error)[0].strip()  # works even if str(error) fails
-        raise SamplerError(f"{_name(self._what[0])} failed: {said}") from error
+        frames = traceback.extract_tb(error.__traceback__)
+        at = next((each for each in frames if not each.filename.startswith(_OWN_FILES)), frames[-1])
+        raise SamplerError(f"{_name(self._what[0])} failed: {said} ({at.filename}, line {at.lineno})") from error
 
 
 @lru_cache(maxsize=256)
 def _draws_rounds(sampler: type[BaseSampler]) -> bool:
-    """Whether it is one of ours. Others were promised to be asked by ``sample``."""
-    return issubclass(sampler, RoundSampler) and sampler.__module__.startswith("transfer_queue.")
+    """Whether it is one of ours, or draws groups. Others were promised to be asked by ``sample``."""
+    own = issubclass(sampler, RoundSampler) and sampler.__module__.startswith("transfer_queue.")
+    return own or issubclass(sampler, GroupSampler)
 
 
 def _accepted(sampler: BaseSampler, arguments: dict[str, Any]) -> dict[str, Any]:

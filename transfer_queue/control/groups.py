@@ -109,6 +109,11 @@ class Groups:
         """How many groups are in each state; of those that have left, all that ever did."""
         return dict(self.counts + Counter({WAITING: sum(fresh.count for fresh in self.fresh.values())}))
 
+    def num_left_heads(self) -> int:
+        """The number of heads that are kept although their groups have left."""
+        heads = np.count_nonzero(_IS_HEAD[self._table.column("state")])
+        return int(heads) - len(self.live) - sum(fresh.count for fresh in self.fresh.values())
+
     def heads_of(self, rows: Rows) -> Indexes:
         """[len(rows)] By member's row the index of its head, -1 for other rows."""
         heads: Indexes = self._table.column(HEAD)[rows] - 1
@@ -253,6 +258,12 @@ class Groups:
         group = self.live.get(members.head)
         if group is None or not group.is_under_work:
             state = (self.partition.tags.get(members.head) or {}).get("group.state", GONE)
+            holders = group.holders if group is not None and group.is_complete else {}
+            if any(part in holders and holders[part].token == members.lease for part in members.parts):
+                raise LeaseLostError(
+                    f"this lease has closed its group already, so those rows are stored, and this call wrote nothing: "
+                    f"the group is {state}. A call that was cancelled, or timed out, may have had its effect."
+                )
             raise LeaseLostError(f"the lease has ended, and nothing was written: its group is {state}.")
         lease = None
         for part in members.parts:

@@ -273,7 +273,7 @@ def _full(state: PlaneState, request: Writer, count: int, waited_s: float) -> p.
 
 
 def held_up_by(state: PlaneState) -> str:
-    """A sentence that names the tasks that keep most samples from being cleared, and says how many no task keeps."""
+    """Names the tasks that keep most samples, how many no task keeps, and how many heads of groups that have left."""
     text = ", ".join(
         keepers(
             (partition.num_live, {
@@ -283,7 +283,15 @@ def held_up_by(state: PlaneState) -> str:
             for partition in state.partitions.values() if not is_internal(partition.name)
         )
     )  # fmt: skip
-    return f"{text[0].upper()}{text[1:]}. " if text else ""
+    said = f"{text[0].upper()}{text[1:]}. " if text else ""
+    for partition in state.partitions.values():
+        left = 0 if partition.groups is None else partition.groups.num_left_heads()
+        if left:
+            said += (
+                f"{left:,} heads of groups that have left (rejected, failed, expired or stale) take room in partition "
+                f"{partition.name!r}: kv_clear the keys of those that you need no more. "
+            )
+    return said
 
 
 def writers_of(state: PlaneState, partition: Partition) -> list[str]:

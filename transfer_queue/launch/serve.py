@@ -60,9 +60,7 @@ def serve(
         except TransferQueueError:
             raise
         except OSError as error:
-            raise LaunchError(
-                f"can't listen at {merged.listen or orders.address}: {error.strerror or error}."
-            ) from error
+            raise LaunchError(f"can't listen at {merged.listen or orders.address}: {error.strerror}.") from error
     finally:
         if directory is None:
             remove_directory(where)

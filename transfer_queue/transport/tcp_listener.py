@@ -79,7 +79,7 @@ class TcpListener:
             self._context.destroy(linger=0)
             if error.errno in (zmq.EINVAL, zmq.EPROTONOSUPPORT):
                 raise ConfigError(f"{address!r} is no address of this host: tcp://HOST:PORT, or :0 for any.") from error
-            raise OSError(error.errno, f"can't listen at {address}: {error.strerror}") from error
+            raise OSError(error.errno, error.strerror, address) from error
         self.address: str = self._router.last_endpoint.decode()
         # ZMQ's own descriptor reports news once, and any use of the socket may consume that; hence the second
         # descriptor.

@@ -37,6 +37,29 @@ def trained(queue: Queue, version: int) -> None:
     assert isinstance(queue.advance(version), p.Done)
 
 
+class OfAUser(GroupSampler):
+    """A subclass that takes the newest groups first."""
+
+    def pick(self, queue: Any) -> list[Any]:
+        return list(queue)[: -self.groups - 1 : -1]
+
+
+def test_a_subclass_draws_groups_as_its_base_does_by_its_own_choice():
+    queue = Queue(sampler_modules=(__name__,))
+    queue.register("actor", OfAUser(groups=1, ahead=3))
+    queue.add(2, ["actor"])
+    first, second = queue.lease(count=2)
+    close(queue, first, second)
+    assert [queue.draw("actor", batch=index) for index in range(2)] == [[second.head], [first.head]]
+
+
+def test_a_close_that_is_repeated_says_that_its_rows_are_stored():
+    queue = a_queue(GroupSampler(groups=1, ahead=3))
+    (lease,) = queue.lease()
+    close(queue, lease)
+    refused(queue.put(lease), "LeaseLostError", "closed its group already, so those rows are stored")
+
+
 # ---- verl: groups too old are dropped, or the draw waits; DAPO refills what its filter rejects ----
 
 

@@ -215,8 +215,8 @@ class Own(BaseSampler):
 @pytest.mark.parametrize(
     ("answer", "parts"),
     [
-        (None, ["Own failed: TypeError"]),
-        ([0], ["Own failed: ValueError"]),
+        (None, ["Own returned None; expected (sampled, consumed)"]),
+        ([0], ["Own returned [0]; expected (sampled, consumed)"]),
         (([0, 99], [0]), ["Own picked samples [99]", "must pick from the ready indexes"]),
         (([0, 2], []), ["Own picked samples [2]", "all of these fields: x"]),
         ((["first"], []), ["Own returned ['first']", "two lists of indexes"]),
@@ -225,7 +225,7 @@ class Own(BaseSampler):
         (([[0]], []), ["Own returned [[0]]"]),
         (([2**70], []), ["Own returned"]),
         ((5, 5), ["Own returned 5"]),
-        (lambda ready: ready[7], ["Own failed: IndexError: list index out of range"]),
+        (lambda ready: ready[7], ["Own failed: IndexError: list index out of range", f"({__file__}, line "]),
         (lambda ready: {}["no"], ["Own failed: KeyError: 'no'"]),
     ],
 )
@@ -313,6 +313,17 @@ def test_any_method_of_a_sampler_may_fail_and_every_fetch_is_answered(make_plane
     put(plane, samples)
     seal(plane)
     refused(fetch(plane, 2), "SamplerError", "Own failed: LookupError", method)
+
+
+def test_a_tail_that_names_a_sample_twice_is_refused_and_consumes_nothing(make_plane):
+    sampler = Own(([0, 1], [0, 1]))
+    sampler.tail = lambda ready, *args, **kwargs: [*ready, *ready]
+    plane = plane_of(make_plane, sampler)
+    put(plane, 1)
+    seal(plane)
+    refused(fetch(plane, 2), "SamplerError", "Own.tail returned a sample twice: array([0, 0])")
+    del sampler.tail
+    assert batch(plane, 2) == [0]
 
 
 @pytest.mark.parametrize("method", ["check", "samples_needed", "round"])

@@ -10,7 +10,7 @@ import pytest
 
 from tests.local_plane import tags_of
 from tests.unit.control.control_kit import load, refused, save
-from tests.unit.control.groups_kit import PART, TRAINER, Queue
+from tests.unit.control.groups_kit import FEEDER, PART, TRAINER, Queue
 from transfer_queue import GroupSampler
 from transfer_queue import protocol as p
 
@@ -72,6 +72,16 @@ def test_a_refused_put_does_not_bring_its_partition_back():
     refused(queue.put(lease), "LeaseLostError", "nothing was written")
     refused(queue.end(lease, "release", "late"), "LeaseLostError", "nothing was written")
     assert PART not in queue.plane.state.partitions
+
+
+def test_a_full_queue_says_how_many_heads_of_groups_that_have_left_take_room():
+    queue = Queue(capacity=3)
+    queue.register("actor", GroupSampler(groups=1, ahead=1))
+    queue.add(3, ["actor"])
+    for lease in queue.lease(count=2):
+        queue.end(lease, "reject", "too easy")
+    put = queue.ask(FEEDER, p.Insert, "other", 1, wait_s=0.0)
+    refused(put, "StorageFullError", "2 heads of groups that have left", f"take room in partition {PART!r}: kv_clear")
 
 
 def test_what_a_named_task_has_yet_to_train_is_not_cleared_as_consumed():
