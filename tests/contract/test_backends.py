@@ -274,6 +274,7 @@ tq.close()
 """
 
 
+@pytest.mark.programs
 def test_another_process_reads_and_writes(client, name, tmp_path):
     client.put(rows(x=torch.tensor([[3], [4]])), partition_id=name)
     other = tmp_path / "other.py"

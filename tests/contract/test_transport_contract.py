@@ -259,6 +259,7 @@ async def _timed_out(caller: Any, several: list[Any]) -> None:
         await caller.call_many(several, 0.0)
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("give_up", [_cancelled, _timed_out])
 def test_a_call_that_was_given_up_half_sent_says_nothing_that_was_not_meant(caller, tmp_path, kind, give_up):
     frames = [np.full(size, 2, np.uint8) for size in (1, 1000, 32 << 20, 1000, 32 << 20)]

@@ -52,7 +52,11 @@ def interrupted(step: int, act: Callable[[], Any]) -> bool:
     return False
 
 
-@pytest.mark.parametrize("frames", [[], [b"x" * 300_000, b"y"]], ids=["small", "large"])
+@pytest.mark.programs
+@pytest.mark.parametrize(
+    "frames",
+    [pytest.param([], id="small"), pytest.param([b"x" * 300_000, b"y"], id="large", marks=pytest.mark.slow)],
+)
 def test_a_ctrl_c_at_any_step_leaves_connections_that_can_be_used_and_cancels_what_it_ends(tmp_path, frames):
     served, caller = Desk(), make_caller("me")
     with served_by_thread(tmp_path, served) as (peer, server):

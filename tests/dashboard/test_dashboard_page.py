@@ -445,6 +445,7 @@ def test_a_port_in_use_is_an_error(capsys):
     assert lightning_tq(["dashboard", "ipc:///nowhere"]) == 2
 
 
+@pytest.mark.programs
 def test_a_run_serves_the_page_beside_it_and_ends_it(capfd):
     with TQDataModule(queue={"units": 1, "dashboard": True}) as data:
         said = ""

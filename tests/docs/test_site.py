@@ -35,6 +35,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.programs
 def test_every_public_name_is_in_the_reference(site: Path) -> None:
     pages = [(page, page.read_text()) for page in (site / "reference").rglob("*.html")]
     described = {

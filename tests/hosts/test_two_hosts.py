@@ -9,6 +9,8 @@ import pytest
 
 from tests.own_processes import SLOW
 
+pytestmark = pytest.mark.programs
+
 
 def test_values_of_a_host_whose_server_is_killed_are_missed_within_seconds(hosts, two_programs):
     near, far, second = two_programs

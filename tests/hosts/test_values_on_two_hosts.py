@@ -5,6 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.programs
+
 ROW = 8192 * 8
 SLACK = 200_000
 """Bytes of messages and heartbeats."""

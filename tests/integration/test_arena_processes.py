@@ -102,6 +102,7 @@ def test_memory_that_a_killed_writer_leased_is_given_back_and_nothing_of_its_put
     assert client.get_stats()["partitions"][name]["samples"] == 0
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("queue", ["each"], indirect=True)
 def test_memory_that_a_thread_writes_into_is_not_given_away_while_its_process_ends(client, queue, script):
     process = script(
@@ -181,6 +182,7 @@ def test_workers_of_a_loader_read_from_the_arena_and_keep_nothing_pinned(client,
     assert until(lambda: summed("pins") == 0), units()
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("queue", ["one"], indirect=True)  # it isn't used
 def test_what_is_mapped_where_the_configuration_says_so_and_after_close(queue, script):
     process = script(

@@ -20,8 +20,8 @@ from benchmarks.versus.plot import draw
 from benchmarks.versus.table import markdown
 from tests.own_processes import own_processes
 
-FRESH_PROCESSES = {"alternatives", "startup", "workloads"}
-"""Benchmarks that measure interpreters which they start anew: half a minute each."""
+LONG = {"alternatives", "sessions", "startup", "two_hosts", "workloads"}
+"""Benchmarks that start many interpreters: half a minute each."""
 PROMISED = {
     "alternatives": {"batches", "rows_per_batch", "batch_mib", "ahead", "cores", "load", "channels"},
     "balance": {"items", "parts", "equal_size_ms", "equal_size_spread", "any_size_ms", "any_size_spread"},
@@ -105,7 +105,7 @@ def same_threads() -> Iterator[None]:
 
 @pytest.mark.programs
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in FRESH_PROCESSES else []) for name in PROMISED]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in PROMISED]
 )
 def test_a_benchmark_prints_one_json_line_with_the_promised_figures(
     name: str, capsys: pytest.CaptureFixture[str]

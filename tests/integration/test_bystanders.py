@@ -81,6 +81,7 @@ def num_long_requests(client: tq.TransferQueueClient) -> dict[str, int]:
     return {kind: sum(each["seconds"]["counts"][long:]) for kind, each in metrics["requests"].items()}
 
 
+@pytest.mark.programs
 def test_no_request_of_a_verb_with_many_keys_takes_the_server_long(client, queue, name):
     before = num_long_requests(client)
     keys = many_keys(name)

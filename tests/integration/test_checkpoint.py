@@ -50,6 +50,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, lis
     return directory, {name: rows_of(data.get(name)) for name in data.keys()}, late  # noqa: SIM118
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(
     ("settings", "units"),
     [({"arena": True}, 1), ({"arena": True}, 3), ({"arena": False}, 3)],
@@ -154,6 +155,7 @@ def clear_all(client: tq.TransferQueueClient) -> None:
         client.clear_partition(partition)
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("arena", [True, False])
 def test_whatever_goes_on_meanwhile_every_saved_row_is_of_one_moment(tmp_path, arena):
     ids = torch.arange(64)
@@ -234,6 +236,7 @@ def test_two_saves_with_one_client_at_a_time_are_both_whole(tmp_path):
         assert values_held(client) == ROWS * 12
 
 
+@pytest.mark.programs
 def test_controller_and_storage_can_be_saved_and_restored_apart(tmp_path):
     with started() as client:
         client.put(numbers(6), partition_id="p")

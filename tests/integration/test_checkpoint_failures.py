@@ -177,6 +177,7 @@ def killed_in_the_middle(verb: str, place: Path) -> Iterator[None]:
         other.send_signal(signal.SIGKILL)
 
 
+@pytest.mark.programs
 def test_a_loader_killed_in_the_middle_leaves_the_queue_as_it_was(filled, good):
     with killed_in_the_middle("load_checkpoint", good):
         assert held(filled)[1] == 8 + 12 * ROWS
@@ -185,6 +186,7 @@ def test_a_loader_killed_in_the_middle_leaves_the_queue_as_it_was(filled, good):
     assert values(filled, fetch(filled, 2, 1)) == [2, 3]
 
 
+@pytest.mark.programs
 def test_a_saver_killed_in_the_middle_leaves_the_earlier_checkpoint_and_a_queue_that_goes_on(filled, tmp_path):
     filled.save_checkpoint(tmp_path / "c")
     filled.put(numbers(3, 100), partition_id="q")

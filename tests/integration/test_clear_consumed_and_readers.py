@@ -33,6 +33,7 @@ def read_all(conf: Any, partition: str, task: str, results: Any) -> None:
     client.close()
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("tasks", [["one"], ["one", "two"]], ids=["a task", "two tasks"])
 @pytest.mark.parametrize("processes", ["one", "each"])
 def test_what_an_anonymous_reader_was_given_stays_until_it_has_read_it(start, fork, name, tasks, processes):

@@ -167,6 +167,7 @@ print(len(done))
 """
 
 
+@pytest.mark.programs
 def test_the_first_calls_of_a_process_may_be_those_of_many_threads(queue, script):
     controller = pickle.dumps(queue.controller.zmq_info).hex()
     for process in [script(FIRST_CALLS, controller) for _ in range(3)]:  # one process crashed in half of the tries

@@ -36,6 +36,7 @@ class Pickled:
         return (os.abort, ())
 
 
+@pytest.mark.programs
 def test_a_program_killed_while_its_queue_starts_leaves_nothing_and_no_traceback(tmp_path):
     command = [sys.executable, "-c", "import transfer_queue as tq; tq.init(); input()"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}

@@ -61,7 +61,7 @@ def actor(client, name) -> str:
 # ---- workers that die ----
 
 
-@pytest.mark.programs
+@pytest.mark.slow  # the chaos of groups does this and more, with fewer of them
 @pytest.mark.timeout(400)
 def test_killed_workers_lose_skip_and_repeat_nothing(client, script, name, actor, tmp_path):
     metas = client.add_groups(heads(NUM_GROUPS), name, parts=2, worker_attempts=50, tasks=[actor])
@@ -103,6 +103,7 @@ def test_killed_workers_lose_skip_and_repeat_nothing(client, script, name, actor
         assert worker.wait(PATIENCE_S) == 0, worker.stderr.read()
 
 
+@pytest.mark.programs
 def test_a_worker_that_is_stopped_loses_its_lease_and_comes_late(client, script, name):
     client.add_groups(heads(1), name)
     code = (

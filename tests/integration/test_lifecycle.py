@@ -207,6 +207,7 @@ def test_a_shutdown_that_reaches_all_processes_at_once_leaves_no_directory(own_t
 # ---- joining ----
 
 
+@pytest.mark.programs
 def test_a_process_finds_the_queue_by_tq_address_and_only_detaches(start, script):
     conf = start()
     code = (
@@ -273,6 +274,7 @@ def test_a_producer_that_ends_without_close_is_not_taken_for_dead(start, fork):
         client.get_meta(["a"], 1, "p", task_name="t", timeout_s=0.1)
 
 
+@pytest.mark.programs
 def test_a_script_needs_no_close_and_is_not_taken_for_dead_at_its_end(start, script):
     start({"controller": {"producer_grace_s": 0.0}})
     code = (
@@ -287,6 +289,7 @@ def test_a_script_needs_no_close_and_is_not_taken_for_dead_at_its_end(start, scr
         client.get_meta(["a"], 1, "p", task_name="t", timeout_s=0.1)
 
 
+@pytest.mark.programs
 def test_after_its_client_was_closed_by_hand_a_process_joins_the_same_queue_again(start, script):
     address = start().address
     use = f"tq.init({address!r}); tq.get_client().close(); print(tq.init().address)"
@@ -296,6 +299,7 @@ def test_after_its_client_was_closed_by_hand_a_process_joins_the_same_queue_agai
     )
 
 
+@pytest.mark.programs
 def test_a_queue_of_several_servers_ends_silently_whether_it_is_closed_or_not(script):
     use = "tq.init({'server_processes': 'each'}); tq.get_client().put({'a': torch.arange(200)}, partition_id='p')"
     assert finished(script(f"import torch, transfer_queue as tq; {use}; tq.close(); {use}")) == ""
@@ -407,6 +411,7 @@ class Mine(tq.BaseSampler):
 """
 
 
+@pytest.mark.programs
 def test_a_sampler_defined_in_the_script_picks_and_is_the_very_object(script):
     code = MINE + (
         "mine = Mine(); tq.init({'controller': {'sampler': mine}}); c = tq.get_client()\n"

@@ -114,6 +114,7 @@ def endpoint_of(address: str, result: Any) -> None:
     tq.close()
 
 
+@pytest.mark.programs
 def test_every_process_of_the_queue_finds_the_endpoint():
     context = multiprocessing.get_context("spawn")
     result = context.Queue()

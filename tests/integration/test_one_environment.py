@@ -103,7 +103,7 @@ def test_where_ours_came_last_it_works_and_warns(installation: Installation, ste
     "steps",
     [
         "ours, theirs",
-        "ours, theirs, without theirs",
+        pytest.param("ours, theirs, without theirs", marks=pytest.mark.slow),
         pytest.param("theirs, ours, theirs again", marks=pytest.mark.slow),
         pytest.param("theirs, ours, without theirs", marks=pytest.mark.slow),
     ],
@@ -128,7 +128,8 @@ def test_where_theirs_came_last_each_import_says_what_mends_it(installation: Ins
     assert installation.command("doctor").stdout.startswith("fine     lightning-tq ")
 
 
-@pytest.mark.parametrize("theirs_first", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("theirs_first", [True, False])
 def test_an_editable_installation_notices_theirs(
     installation: Installation, tmp_path: Path, theirs_first: bool
 ) -> None:

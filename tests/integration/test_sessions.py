@@ -143,6 +143,7 @@ def may_unshare() -> bool:
         return False
 
 
+@pytest.mark.programs
 @pytest.mark.skipif(not may_unshare(), reason="no privilege to make a PID namespace")
 def test_a_client_of_another_pid_namespace_is_noticed_when_it_is_killed(client, queue, name):
     import sys

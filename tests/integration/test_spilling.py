@@ -56,6 +56,7 @@ def total(client: tq.TransferQueueClient, name: str) -> int:
     return sum(unit[name] for unit in client.get_storage_stats())
 
 
+@pytest.mark.programs
 def test_four_times_as_much_as_memory_is_read_back_equal_and_leaves_nothing(client, tmp_path):
     data = megabytes(64)
     metas = [client.put(rows(x=each), partition_id="p") for each in data]

@@ -43,6 +43,7 @@ def no_prefetch_left() -> Iterator[None]:
 # ---- each sample once, in order; the same again when asked to ----
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(
     ("workers", "method", "prefetch"),
     [(0, None, True), (0, None, False), (1, "fork", True), (2, "fork", True), (3, "fork", False), (2, "spawn", True)],

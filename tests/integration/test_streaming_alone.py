@@ -106,6 +106,7 @@ def _begun(script: Any, workers: int, processes: str = "one") -> tuple[Any, list
     return process, family, Path(server)
 
 
+@pytest.mark.programs
 @WORKERS
 def test_ctrl_c_ends_a_reader_that_waits_and_nothing_is_left(script, workers):
     process, family, directory = _begun(script, workers)
@@ -120,6 +121,7 @@ def test_ctrl_c_ends_a_reader_that_waits_and_nothing_is_left(script, workers):
     assert (alive, directory.exists()) == ([], False)
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(
     ("sent", "processes"),
     [
@@ -149,6 +151,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.programs
 def test_a_worker_whose_reader_is_killed_before_it_reads_ends(script):
     process = script(ORPHAN)
     assert process.stdout.readline() == "started\n", process.communicate()
@@ -179,6 +182,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("state", ["idle", "waiting"])
 def test_a_worker_whose_parent_is_not_its_reader_ends_with_it(script, state):
     process = script(KEPT_WORKER, state)

@@ -41,6 +41,7 @@ def told(data: TensorDict) -> list[float]:
     return x[:, 0].tolist()
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(
     ("method", "persistent"), [("fork", False), ("fork", True), pytest.param("spawn", False, marks=pytest.mark.slow)]
 )

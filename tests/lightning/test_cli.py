@@ -82,6 +82,7 @@ def given(tmp_path: Path) -> list[str]:
     return [line.split('"')[1] for line in (tmp_path / "rank0.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.programs
 def test_a_file_may_be_run_twice_in_one_place(config: Callable[..., str], tmp_path: Path) -> None:
     path = config({"model.init_args.log_dir": str(tmp_path), "data.val": None})
     assert lightning_tq(["fit", "--config", path]) == 0
@@ -89,6 +90,7 @@ def test_a_file_may_be_run_twice_in_one_place(config: Callable[..., str], tmp_pa
     assert given(tmp_path) == ["train"] * 3 + ["train"] * 2
 
 
+@pytest.mark.programs
 def test_modules_beside_a_configuration_are_found_also_by_its_producers(
     config: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +116,7 @@ def test_modules_beside_a_configuration_are_found_also_by_its_producers(
     assert given(tmp_path) == ["train"] * 3
 
 
+@pytest.mark.programs
 def test_validate_test_and_predict_read_their_streams(config: Callable[..., str], tmp_path: Path) -> None:
     logged = {"model.init_args.log_dir": str(tmp_path)}
     assert lightning_tq(["validate", "--config", config(logged)]) == 0
@@ -158,6 +161,7 @@ def test_values_may_refer_to_others_of_the_file(config: Callable[..., str], caps
     assert re.search(r"train:(?s:.*)micro_batch_size: 4", printed_config(path, capsys))
 
 
+@pytest.mark.programs
 def test_a_data_section_may_name_a_subclass(
     config: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -335,6 +339,7 @@ def test_a_configuration_that_lacks_the_stream_of_its_command_is_refused_in_a_li
     assert "Traceback" not in said
 
 
+@pytest.mark.programs
 def test_a_request_that_the_users_own_step_makes_wrongly_keeps_its_traceback(
     config: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,6 +351,7 @@ def test_a_request_that_the_users_own_step_makes_wrongly_keeps_its_traceback(
         lightning_tq(["fit", "--config", config()])
 
 
+@pytest.mark.programs
 def test_a_failed_producer_is_an_exit_code_and_its_traceback(
     config: Callable[..., str], capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,6 +23,7 @@ def given(ranks: list[Rows], stage: str, partition: str) -> list[list[list[int]]
     return [[batch for at, name, batch in rows if (at, name) == (stage, partition)] for rows in ranks]
 
 
+@pytest.mark.programs
 def test_each_sample_is_trained_on_one_rank_and_leftovers_are_dropped_and_reported(run: Any) -> None:
     code, output, ranks = run("ddp", "--test")
     assert code == 0, output

@@ -158,6 +158,7 @@ def queue_that_stays() -> tq.TransferQueueClient:
     return tq.get_client()
 
 
+@pytest.mark.programs
 def test_a_producer_that_fails_ends_the_pass_with_its_traceback_and_the_queue_knows_how(fabric: Fabric) -> None:
     producer = Producer(target="producing:produce_then_fail", args={"partition": "train", "count": 2})
     client = queue_that_stays()
@@ -171,6 +172,7 @@ def test_a_producer_that_fails_ends_the_pass_with_its_traceback_and_the_queue_kn
     assert re.search(r"pid \d+, ended with exit code 1, .*the reward model fell over", str(found)), found
 
 
+@pytest.mark.programs
 def test_the_end_of_a_producer_by_its_loader_is_no_finding(fabric: Fabric, tmp_path: Path) -> None:
     args = {"partition": "train", "count": 4, "pid_file": str(tmp_path / "pid")}
     client = queue_that_stays()
@@ -193,7 +195,7 @@ def test_invalid_templates_acks_and_states_are_refused(fabric: Fabric) -> None:
         loader.load_state_dict({"position": {}})
 
 
-@pytest.mark.programs
+@pytest.mark.slow
 def test_the_example_learns_on_two_ranks(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = run_python(ROOT / "examples" / "fabric.py", "2", cwd=tmp_path, env=environment, timeout=120)

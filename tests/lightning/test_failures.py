@@ -45,6 +45,7 @@ class Closings(TQDataModule):
         self.closed += was_open
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(("how", "error", "workers"), [("raise", ValueError, 0), ("interrupt", SystemExit, 2)])
 def test_an_exception_in_a_step_closes_what_was_started_exactly_once(
     trainer: MakeTrainer, how: str, error: type[BaseException], workers: int
@@ -112,6 +113,7 @@ def test_a_queue_that_existed_before_is_used_and_not_closed(trainer: MakeTrainer
     assert tq.get_client().get_partition_list() == ["train"]
 
 
+@pytest.mark.programs
 def test_keep_alive_false_ends_the_queue_with_the_fit(trainer: MakeTrainer) -> None:
     producer = Producer(target=producing.produce, args={"partition": "train", "count": 8})
     dm = Closings(train=stream(), producers=[producer], keep_alive=False)
@@ -120,6 +122,7 @@ def test_keep_alive_false_ends_the_queue_with_the_fit(trainer: MakeTrainer) -> N
     assert (len(model.indexes()), dm.closed) == (8, 1)
 
 
+@pytest.mark.programs
 def test_producers_run_during_the_fit_and_end_with_it(trainer: MakeTrainer, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     args = {"partition": "train", "count": 100, "pid_file": str(pid_file)}
@@ -138,6 +141,7 @@ def test_producers_run_during_the_fit_and_end_with_it(trainer: MakeTrainer, tmp_
     assert [(tmp_path / f"command{worker}").read_text() for worker in range(2)] == ["0/2\n", "1/2\n"]
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(
     ("target", "says", "workers"),
     [
@@ -211,6 +215,7 @@ def test_producers_have_names_and_the_programs_arguments_but_nothing_of_its_rank
     assert list(told.values()) == [[sys.argv, None, None]] * 2
 
 
+@pytest.mark.programs
 def test_producers_live_on_when_the_thread_that_started_them_ends(data: Make) -> None:
     args = {"partition": "train", "count": 4, "pid_file": os.devnull}
     group, dm = ProducerGroup([Producer(target=producing.produce_then_stay, args=args)]), data(train=stream())
@@ -223,6 +228,7 @@ def test_producers_live_on_when_the_thread_that_started_them_ends(data: Make) ->
     group.end()
 
 
+@pytest.mark.programs
 def test_a_fit_waits_for_its_own_producers_where_those_of_an_earlier_run_have_died(trainer: MakeTrainer) -> None:
     args = {"partition": "train", "count": 4}
     with TQDataModule(
@@ -241,6 +247,7 @@ def test_a_fit_waits_for_its_own_producers_where_those_of_an_earlier_run_have_di
         assert len(set(model.indexes())) == 8
 
 
+@pytest.mark.programs
 def test_finished_producers_do_not_end_the_fit(trainer: MakeTrainer) -> None:
     args = {"partition": "train", "count": 4, "seal": False}
     dm = TQDataModule(train=stream(), producers=[Producer(target=producing.produce, args=args, count=2)])

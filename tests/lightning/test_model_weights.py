@@ -107,6 +107,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.programs
 def test_a_reader_waits_for_the_trainer_that_resumes_after_one_that_was_killed() -> None:
     with TQDataModule(queue={"units": 1, "producer_grace_s": 0.0}) as dm:
         environment = {**os.environ, "TQ_ADDRESS": dm.address}

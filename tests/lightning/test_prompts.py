@@ -132,6 +132,7 @@ def test_epochs_that_are_complete_are_not_fed_again(data: Make) -> None:
     feed_groups(lambda epoch: prompts(2, epoch), "train@{epoch}", epochs=3)
 
 
+@pytest.mark.programs
 def test_a_producer_feeds_what_a_function_returns(data: Make) -> None:
     dm = data()
     args = {"rows": "test_prompts:prompts", "args": {"count": 2}, "partition": "train@{epoch}", "epochs": 2, "parts": 3}

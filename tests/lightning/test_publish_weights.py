@@ -46,6 +46,7 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> boo
     return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.programs
 def test_producers_that_wait_for_each_version_get_it_from_the_first_sample_on(data: Make, trainer: MakeTrainer) -> None:
     """Batch k is made after version k is published. A late or missing version would be a deadlock."""
     producer = Producer(target="producing:produce_on_policy", args={"partition": "train", "steps": 5})

@@ -92,6 +92,7 @@ def replayed(trainer: Callable[..., Any], directory: Path, **options: Any) -> No
 PRODUCED = Producer(target="producing:produce_epochs", args={"epochs": 2, "train": 20, "val": 0})
 
 
+@pytest.mark.programs
 def test_a_replay_trains_the_same_batches_to_the_same_weights_without_producers(
     tmp_path: Path, trainer: Callable[..., Any]
 ) -> None:
@@ -207,6 +208,7 @@ def test_what_a_killed_recorder_wrote_is_readable_and_the_next_one_goes_on_witho
     assert set(client.get_stats()["partitions"]["train"]["tasks"]) == {"learn"}, "it holds nothing any more"
 
 
+@pytest.mark.programs
 def test_what_is_cleared_before_it_was_recorded_is_said_and_counted(
     tmp_path: Path, data: Callable[..., TQDataModule]
 ) -> None:

@@ -150,6 +150,7 @@ LIMITS: dict[str, dict[str, Any]] = {"epochs": {}, "steps": {"max_steps": 12}, "
 WORKERS = {"num_workers": 2}
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(
     ("limits", "options"),
     [

@@ -18,6 +18,7 @@ from tests.lightning.conftest import HERE
 pytestmark = pytest.mark.timeout(600)
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(("options", "steps"), [([], 3), (["--data.train.micro_batch_size=2"], 6)])
 def test_each_optimizer_step_sleeps_and_the_end_says_what_was_the_bottleneck(
     tmp_path: Path,

@@ -40,7 +40,7 @@ def topologies(folder: Path) -> list[Any]:
         pytest.param("ddp_fork", [0, 1], [0, 1], marks=pytest.mark.slow),
         pytest.param("ddp", [0, 1, 2, 3], [0, 1, 2, 3], marks=pytest.mark.slow),
         # 2 x 2, sharded, so steps are collectives of peers and of groups.
-        pytest.param("model_parallel", [0, 0, 1, 1], [0, 2], marks=pytest.mark.programs),
+        pytest.param("model_parallel", [0, 0, 1, 1], [0, 2], marks=pytest.mark.slow),
         # The same groups, from the user's dp_rank and dp_size.
         pytest.param("across", [0, 1, 0, 1], [0, 1], marks=pytest.mark.slow),
     ],

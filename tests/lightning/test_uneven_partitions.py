@@ -28,15 +28,13 @@ def distinct(ranks: list[Rows], stage: str, partition: str) -> int:
     return len(set(given))
 
 
-@pytest.mark.programs
+@pytest.mark.slow  # two ranks of one epoch are those of test_ddp
 @pytest.mark.parametrize(
     ("ranks", "options", "trainer"),
     [
         (2, {"batch_size": 3}, {}),
-        pytest.param(
-            3, {"batch_size": 4, "micro_batch_size": 3}, {"accumulate_grad_batches": 2}, marks=pytest.mark.slow
-        ),
-        pytest.param(4, {"batch_size": 2, "num_workers": 2}, {"val_check_interval": 2}, marks=pytest.mark.slow),
+        (3, {"batch_size": 4, "micro_batch_size": 3}, {"accumulate_grad_batches": 2}),
+        (4, {"batch_size": 2, "num_workers": 2}, {"val_check_interval": 2}),
     ],
     ids=["2", "3-micro-batches", "4-workers"],
 )

@@ -141,6 +141,7 @@ def test_a_sanity_check_before_there_are_validation_samples_is_explained(
     ]
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(("count", "ready"), [(10, 2), (8, 0)], ids=["a rest", "no rest"])
 def test_producers_that_ended_without_a_seal_are_told_to_seal(
     trainer: MakeTrainer, hints: Hints, count: int, ready: int
@@ -226,6 +227,7 @@ def test_a_queue_that_is_full_is_named_before_any_other_cause(trainer: MakeTrain
     )
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(
     ("target", "args", "holds", "epoch", "advice"),
     [

@@ -65,6 +65,7 @@ def stored(client: TransferQueueClient, partition: str, field: str) -> list[Any]
     return [value.tolist() if isinstance(value, torch.Tensor) else value for value in client.get_data(meta)[field]]
 
 
+@pytest.mark.programs
 def test_another_process_that_waits_for_the_field_gets_it_during_training(
     data: Make, trainer: MakeTrainer, tmp_path: Path
 ) -> None:

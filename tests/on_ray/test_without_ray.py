@@ -17,6 +17,7 @@ from transfer_queue.storage import SimpleStorageUnit
 HAS_RAY = importlib.util.find_spec("ray") is not None
 
 
+@pytest.mark.programs
 def test_a_process_without_ray_has_a_local_queue_and_never_imports_it() -> None:
     code = (
         "import sys, transfer_queue as tq, transfer_queue.controller; print(tq.init().launch, 'ray' in sys.modules); "
