@@ -93,7 +93,7 @@ def _import(module: str, name: str, allowed: tuple[str, ...]) -> Any:
     if not _is_allowed(module, allowed):
         raise SamplerError(
             f"module {module!r} may not be imported for a sampler (allowed: {', '.join(allowed) or 'none'}). "
-            f"Add it, or a package above it, to controller.sampler_modules."
+            f"Add it, or a package above it, to controller.sampler_modules (a TQDataModule: queue.sampler_modules)."
         )
     try:
         return resolve_name(f"{module}:{name}")
