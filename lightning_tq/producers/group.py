@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import re
@@ -17,16 +18,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import IO, Any
 
 import transfer_queue as tq
-from lightning_tq.checks import check_int
+from lightning_tq.checks import check_int, counted
 from lightning_tq.producers.process import StartOrder, refuse_to_train
 from lightning_tq.producers.target_checks import check_call, loaded_function
 from transfer_queue.errors import InvalidRequestError, TransferQueueError
 
+logger = logging.getLogger(__name__)
+
 _KEPT_LINES = 80
 _STOP_TIMEOUT_S = 5.0
+_LONGEST_PAUSE_S = 30
 _OF_A_RANK = re.compile(r"((LOCAL|GROUP|ROLE|NODE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+")
 """Environment variables of a trainer's rank. A producer that had them could join the process group of the ranks."""
 _STAGES = ("fit", "validate", "test", "predict")
@@ -40,8 +44,8 @@ class ProducerError(TransferQueueError, RuntimeError):
 class Producer:
     """A function or command that puts samples into the queue, in its own processes during a run.
 
-    ``transfer_queue.get_client()`` finds the queue there by TQ_ADDRESS. A process that fails ends the run; one that
-    returns is done. All of them end with the run, even if the run is killed.
+    ``transfer_queue.get_client()`` finds the queue there by TQ_ADDRESS. A process that fails or is killed ends the run,
+    unless it has ``restarts``; one that returns is done. All of them end with the run, even if the run is killed.
 
     Raises:
         InvalidRequestError: a target that another process can't import, arguments that its function doesn't take, or
@@ -63,9 +67,13 @@ class Producer:
     """Entry points during which it runs: fit, validate, test, predict."""
     name: str | None = None
     """Its name in messages. Default: the function or command."""
+    restarts: int = 0
+    """How often each of its processes is started again if it fails or is killed. The pause before grows: 1 s, 2 s, 4 s,
+    up to 30 s. The next failure ends the run. A process begins anew, so it must not put twice what is to come once."""
 
     def __post_init__(self) -> None:
         check_int("producer count", self.count, 1)
+        check_int("producer restarts", self.restarts, 0)
         unknown = [stage for stage in self.stages if stage not in _STAGES]
         if unknown:
             raise InvalidRequestError(
@@ -135,48 +143,83 @@ def check_producers(producers: object) -> list[Producer]:
 
 
 class ProducerProcess:
-    """A running producer and the last lines of its stderr."""
+    """A running producer and the last lines of its stderr. Its thread starts it, and again if it fails."""
+
+    popen: subprocess.Popen[bytes]
+    """The process that was started last."""
 
     def __init__(self, producer: Producer, worker: int, address: str, key_file: str | None) -> None:
         self.label = f"{producer.label()!r} (process {worker + 1} of {producer.count})"
         self.client_name = producer.client_name(worker)
         """What the names of its clients begin with."""
-        self._started_at = time.monotonic()
+        self._environment = _environment(producer, worker, address, key_file)
+        # As a dict: the module that reads it runs as __main__, and would be imported twice for its own class.
+        self._order = pickle.dumps(asdict(producer.start_order(worker)))
+        self._restarts, self._restarted = producer.restarts, 0
+        self._ending, self._starting = threading.Event(), threading.Lock()
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        started: Future[subprocess.Popen[bytes]] = Future()
-        environment = _environment(producer, worker, address, key_file)
-        self._thread = threading.Thread(
-            target=self._run, args=(environment, started), name="lightning-tq-producer", daemon=True
-        )
+        started: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="lightning-tq-producer", daemon=True)
         self._thread.start()
-        self.popen = started.result()
-        assert self.popen.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has already ended; failure() reports how
-            # As a dict: the module that reads it runs as __main__, and would be imported twice for its own class.
-            pickle.dump(asdict(producer.start_order(worker)), self.popen.stdin)
-            self.popen.stdin.close()
+        started.result()
 
-    def _run(self, environment: Mapping[str, str], started: Future[subprocess.Popen[bytes]]) -> None:
-        """Start the process and forward its stderr, in a thread that outlives it: it is killed when its thread ends."""
+    def _run(self, started: Future[None]) -> None:
+        """Start the process, in a thread that outlives it: it is killed when its thread ends."""
         try:
-            popen = subprocess.Popen(
-                [sys.executable, "-m", "lightning_tq.producers.process"],
-                stdin=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=environment,
-                start_new_session=True,  # Ctrl-C reaches only the trainer, which ends its producers
-            )
+            self._start()
         except BaseException as error:
             started.set_exception(error)
             return
-        started.set_result(popen)
-        assert popen.stderr is not None
-        with popen.stderr:
-            for line in popen.stderr:
+        started.set_result(None)
+        while self.popen.wait() and self._restarted < self._restarts and not self._ending.is_set():
+            self._pause()
+            self._start()
+            self._restarted += 1
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._ending.is_set():
+                return
+            self._started_at = time.monotonic()
+            self._lines.clear()
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", "lightning_tq.producers.process"],
+                stdin=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=self._environment,
+                start_new_session=True,  # Ctrl-C reaches only the trainer, which ends its producers
+            )
+            self._output = threading.Thread(
+                target=self._forward, args=(self.popen.stderr,), name="lightning-tq-producer-output", daemon=True
+            )
+            self._output.start()
+        assert self.popen.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self.popen.stdin as stdin:  # if it has ended, failure() reports how
+            stdin.write(self._order)
+
+    def _forward(self, stderr: IO[bytes]) -> None:
+        with stderr:
+            for line in stderr:
                 text = line.decode(errors="replace")
                 self._lines.append(text)
                 sys.stderr.write(text)
-        popen.wait()
+
+    def _pause(self) -> None:
+        """Before it is started again. The queue counts no field as lost meanwhile."""
+        self.signal(signal.SIGKILL)  # its children may still hold memory of a device
+        (how, last), pause_s = self.exit_text(), min(2**self._restarted, _LONGEST_PAUSE_S)
+        left = counted(self._restarts - self._restarted - 1, "restart")
+        output = f" Its last line on stderr: {last}" if last else ""
+        logger.warning(f"{how}. It is started again in {pause_s} s, with {left} left after that.{output}")
+        for _ in range(pause_s):
+            if self._ending.wait(1.0):
+                return
+            with contextlib.suppress(TransferQueueError):  # the queue may have ended; and it may learn of a death late
+                tq.get_client().expect_producers()
+
+    def has_ended(self) -> bool:
+        """Whether it is over, and not started again."""
+        return not self._thread.is_alive()
 
     def has_joined(self, clients: Iterable[str]) -> bool:
         """Whether one of these clients of the queue is its own."""
@@ -190,13 +233,14 @@ class ProducerProcess:
     def failure(self) -> ProducerError:
         """The error that it has ended with."""
         how, _ = self.exit_text()
+        again = f", after it had been started again {counted(self._restarted, 'time')}" if self._restarted else ""
         output = "".join(self._lines).rstrip() or "(nothing)"
-        return ProducerError(f"{how}. Its last output on stderr:\n{output}")
+        return ProducerError(f"{how}{again}. Its last output on stderr:\n{output}")
 
     def exit_text(self) -> tuple[str, str]:
         """How it has ended, and the last line of its stderr."""
         code = self.popen.wait()
-        self._thread.join(_STOP_TIMEOUT_S)
+        self._output.join(_STOP_TIMEOUT_S)
         cause = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         last = next((line.strip() for line in reversed(self._lines) if line.strip()), "")
         return f"producer {self.label}, pid {self.popen.pid}, {cause}", last
@@ -205,6 +249,12 @@ class ProducerProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.popen.pid, number)  # including its own children
 
+    def terminate(self) -> None:
+        """SIGTERM. From now on it isn't started again."""
+        with self._starting:
+            self._ending.set()
+        self.signal(signal.SIGTERM)
+
     def reap(self) -> None:
         try:
             self.popen.wait(_STOP_TIMEOUT_S)
@@ -212,6 +262,7 @@ class ProducerProcess:
             self.signal(signal.SIGKILL)
             self.popen.wait()
         self._thread.join(_STOP_TIMEOUT_S)
+        self._output.join(_STOP_TIMEOUT_S)
 
 
 class ProducerGroup:
@@ -249,8 +300,8 @@ class ProducerGroup:
         return any(stage in producer.stages for producer in self._producers)
 
     def failure(self) -> ProducerError | None:
-        """That of the first process that ended with an error or by a signal. The queue knows of it, too."""
-        process = next((process for process in list(self._processes) if process.popen.poll()), None)
+        """That of the first process that failed or was killed, and isn't started again. The queue knows of it, too."""
+        process = next((each for each in list(self._processes) if each.has_ended() and each.popen.poll()), None)
         if process is None:
             return None
         with contextlib.suppress(TransferQueueError):  # the queue may have ended before it
@@ -258,9 +309,9 @@ class ProducerGroup:
         return process.failure()
 
     def running(self) -> list[ProducerProcess] | None:
-        """The processes that have not ended; None if none was started."""
+        """The processes that have not ended, or are started again; None if none was started."""
         processes = list(self._processes)
-        return [process for process in processes if process.popen.poll() is None] if processes else None
+        return [process for process in processes if not process.has_ended()] if processes else None
 
     def end(self) -> None:
         """End the running processes: SIGTERM, then SIGKILL. Idempotent; does nothing in a fork.
@@ -276,7 +327,7 @@ class ProducerGroup:
 
 def _end(processes: list[ProducerProcess]) -> None:
     for process in processes:
-        process.signal(signal.SIGTERM)
+        process.terminate()
     for process in processes:
         process.reap()
     processes.clear()

@@ -115,3 +115,9 @@ def test_only_a_list_of_producers_is_accepted(producers: Any) -> None:
     fabric.launch()
     with pytest.raises(InvalidRequestError, match=says):
         FabricLoader(fabric, stream(), producers=producers)
+
+
+@pytest.mark.parametrize("restarts", [-1, True, 1.5, None])
+def test_restarts_are_a_number(restarts: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"producer restarts must be an int of at least 0, got "):
+        Producer(target=["true"], restarts=restarts)
