@@ -397,7 +397,7 @@ def _remedies(facts: Numbers) -> Iterator[str]:
     elif facts.get("sealed") and is_short:
         for given in facts.get("given", ()):  # it may have had samples in hand at a checkpoint, or when it died
             calls = f"client.reset_consumption({partition!r}, {given!r})"
-            yield f"if the queue was restored and task {given!r} adds what is missing, give it its samples again ({calls})"
+            yield f"if the queue was restored and task {given!r} adds what is missing, give it all again ({calls})"
         yield from ("put what is missing", "clear those samples")
     else:
         yield "check the producers"

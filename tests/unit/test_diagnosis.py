@@ -66,8 +66,8 @@ FETCHES = [
     ({"lacking": {"y": 3}}, {"sealed": True, "produced": {"x": 8, "y": 5}, "tasks": {
         "teacher": {"consumed": 8, "in_flight_samples": 0}, "learn": {"consumed": 4, "in_flight_samples": 0},
      }}, "1 ready, 3 lack field 'y', the partition is sealed. If the queue was restored and task "
-     "'teacher' adds what is missing, give it its samples again (client.reset_consumption('train', 'teacher')), put what is missing, clear those "
-     "samples, or wait longer (timeout_s)."),
+     "'teacher' adds what is missing, give it all again (client.reset_consumption('train', 'teacher')), put what is "
+     "missing, clear those samples, or wait longer (timeout_s)."),
 ]  # fmt: skip
 
 
