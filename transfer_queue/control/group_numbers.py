@@ -14,7 +14,7 @@ def group_numbers(state: PlaneState, partition: Partition, now: float) -> dict[s
 
     ``added``: those that ever were. ``states``: how many are in each. ``oldest``: of the leases here, the one that was
     granted first. ``rejected``: by gate, or reason. ``slots``: by task that trains them, how many it has,
-    uses, and uses for groups that are here.
+    uses, and uses for groups that are here, and which options of its sampler bound them.
     """
     groups, leases = partition.groups, state.leases
     if groups is None:
