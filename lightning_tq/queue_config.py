@@ -29,6 +29,23 @@ _OTHER_BACKENDS = {"MooncakeStore", "RayStore", "Yuanrong"}
 class QueueConfig:
     """Either the address of a queue to join, or the settings of a new one on this host.
 
+    Args:
+        address: Join the queue at this address instead of starting one. The environment variable TQ_ADDRESS does the
+            same.
+        units: Number of storage units, which hold the values.
+        memory: Most memory that all units together may use: "4GiB", "500MB" or a number of bytes. A put waits for space
+            when it is full. "auto": half of what the machine, or the container, has. None: no limit.
+        total_storage_size: Most samples held at once. A put waits for space when it is full. Default: no limit.
+        put_timeout_s: Longest wait of a put for space before StorageFullError.
+        sampler_modules: Modules or packages whose samplers may be used. Those of the streams are added automatically.
+        allow_pickle: Store objects of any class. Readers then unpickle what producers sent, so all producers must be
+            trusted.
+        polling_mode: get_meta returns empty metadata at once instead of waiting. Streams always wait.
+        producer_grace_s: Seconds in which a dead producer may be replaced before readers of its fields get an error.
+        timeout_s: Longest wait for a server's answer, in addition to a call's own timeout.
+        dashboard: Serve a web page that shows the queue while it is used; its address is printed. A text is its title.
+            See docs/dashboard.md.
+        options: Other keys of transfer_queue's config.yaml. They override the fields above.
     Raises:
         ConfigError: an impossible value, or an unknown key of ``options``; the text names the nearest known one.
     Examples:
@@ -37,31 +54,17 @@ class QueueConfig:
     """
 
     address: str | None = None
-    """Join the queue at this address instead of starting one. The environment variable TQ_ADDRESS does the same."""
     units: int = 2
-    """Number of storage units, which hold the values."""
     memory: str | int | None = "auto"
-    """Most memory that all units together may use: "4GiB", "500MB" or a number of bytes. A put waits for space when it
-    is full. "auto": half of what the machine, or the container, has. None: no limit."""
     total_storage_size: int | None = None
-    """Most samples held at once. A put waits for space when it is full. Default: no limit."""
     put_timeout_s: float = 60.0
-    """Longest wait of a put for space before StorageFullError."""
     sampler_modules: list[str] = field(default_factory=list)
-    """Modules or packages whose samplers may be used. Those of the streams are added automatically."""
     allow_pickle: bool = False
-    """Store objects of any class. Readers then unpickle what producers sent, so all producers must be trusted."""
     polling_mode: bool = False
-    """get_meta returns empty metadata at once instead of waiting. Streams always wait."""
     producer_grace_s: float = 5.0
-    """Seconds in which a dead producer may be replaced before readers of its fields get an error."""
     timeout_s: float = 30.0
-    """Longest wait for a server's answer, in addition to a call's own timeout."""
     dashboard: bool | str = False
-    """Serve a web page that shows the queue while it is used; its address is printed. A text is its title. See
-    docs/dashboard.md."""
     options: dict[str, Any] | None = None
-    """Other keys of transfer_queue's config.yaml. They override the fields above."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.units, int) or self.units < 1:

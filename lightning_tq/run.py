@@ -84,7 +84,7 @@ class Run:
         rank = self.trainer.global_rank
         checks = [self.producers.failure, self._terminated, parent_check(rank), self.members.check]
         running, clears = self.producers.running, self.switch.clear_finished
-        self._hints = WaitHints(self.trainer, self.client, running, clears, self._warn_once)
+        self._hints = WaitHints(self.trainer, self.client, running, clears, self._warn)
         self.watchdog = RankWatchdog(checks, lambda: self._hints.look(self.readers.values()))
         self.readers: dict[str, StreamReader] = {
             each.label: StreamReader(each, self, self.position if each.stage == "train" else None)
@@ -93,6 +93,7 @@ class Run:
         copies = None if changes_batches(self.trainer) else device_copies(self.trainer.strategy.root_device)
         for reader in self.readers.values():
             reader.device_copies = copies if reader.stream.pin_memory else None
+            reader.dataset.report_every_s = math.inf  # the hints report its waits
 
     def start(self) -> None:
         """From now on ``run_of`` finds it, and the watchdog looks after it."""
@@ -192,7 +193,7 @@ class Run:
         progress = reader.progress
         leftovers = reader.leftover_text() if self.trainer.is_global_zero else None
         if leftovers is not None:
-            self._warn_once(f"dropped {progress.partition} {reader.stream.task}", leftovers)
+            self._warn(f"dropped {progress.partition} {reader.stream.task}", leftovers)
         if reader.stage != "train":
             return
         limit = self.trainer.num_training_batches
@@ -207,7 +208,7 @@ class Run:
                 f"Lightning then skips the validation of this epoch. {advice}"
             )
         if not progress.taken and not progress.resumed:
-            self._warn_once(
+            self._warn(
                 f"nothing {progress.partition}",
                 f"epoch {progress.epoch} trains nothing: {why_nothing(self.client, reader)}",
             )
@@ -271,9 +272,10 @@ class Run:
     def _terminated(self) -> BaseException | None:
         return SIGTERMException() if self.trainer.received_sigterm else None
 
-    def _warn_once(self, key: str, text: str) -> None:
+    def _warn(self, key: str | None, text: str) -> None:
+        """Once per key, or each time without one."""
         if key not in self._warned:
-            self._warned.add(key)
+            self._warned.update(() if key is None else (key,))
             logger.warning(text)
 
 

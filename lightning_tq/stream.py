@@ -39,6 +39,46 @@ _TYPES: dict[str, tuple[Any, str]] = {
 class Stream:
     """Batches for one task, from the partitions that a template names.
 
+    Args:
+        partition: Partition, or a template such as "train@{epoch}". Variables: {epoch}, {global_step}, {policy_version}
+            (of the weights that PublishWeights published last, else the global step) and {stage} ("train", "val", ...).
+            They are resolved when an iterator starts; a running iterator never changes partition.
+        task: Name of the consumer. Each task sees every sample of a partition, independently of other tasks.
+        fields: Fields to read. A sample is ready when it has all of them.
+        batch_size: Samples per data-parallel rank and batch, which the sampler picks at once. With a GroupSampler leave
+            it out: a batch is this rank's share of its whole groups.
+        micro_batch_size: Rows that the loader yields at once. Default: the whole batch.
+        head_fields: Fields of the groups' heads, such as an image that all rows of a group share. They are read once
+            per batch; ``batch.heads`` has a row per group, and ``meta.group_index`` says which one is a row's.
+        sampler: How ready samples form a batch: class_path and init_args, or the name of a built-in sampler. Default:
+            RankAwareSampler with the number of data-parallel ranks.
+        tail: What happens to samples that can't fill the last round of a sealed partition: drop (counted), pad (repeat
+            samples, marked in BatchMeta.padding_mask) or uneven_ok. Default: uneven_ok for one rank, drop for more.
+        num_batches: Micro-batches per epoch and rank, if known. The loader then has a length, and Lightning fetches no
+            batch ahead. Set it when producers wait for step k before they make batch k+1.
+        replay: Whether an iterator that returns to its partition starts at the first batch (true) or after the trained
+            ones (false). Default: false for training. Other stages always replay.
+        clear_consumed: Training only: delete samples once they are trained and every task that reads the partition is
+            done with them. A partition without end then takes bounded memory. A list adds tasks that may start later.
+            False: samples stay until their partition is cleared.
+        num_workers: DataLoader worker processes. 0 is right for most streams, because batches are requested ahead
+            anyway.
+        persistent_workers: Keep the workers from one epoch to the next. Needs num_workers of 1 or more.
+        multiprocessing_context: How workers start. Needs num_workers of 1 or more. Default: torch's choice on this
+            system.
+        prefetch: Request the next batch while the loop is busy with this one. False: request it when the loop asks for
+            it.
+        layout: Tensor fields are dense where the rows' shapes agree ("dense"), or always jagged nested tensors
+            ("jagged").
+        timeout_s: Longest wait for one batch before BatchTimeoutError. Default: no limit, with a report every 30 s.
+        pin_memory: Copy batches into page-locked memory, and from there to an accelerator as soon as they are fetched.
+            That takes the accelerator's memory for one more batch. No effect without one.
+        sampling_config: More keyword arguments for the sampler, sent with every fetch.
+        replay_from: A directory that ``lightning-tq record`` wrote: train the recorded batches again, in their order,
+            without producers. Fields, partition, batch_size and data-parallel ranks must be as they were, without
+            ``where``.
+        where: Read only samples whose tags match, such as "policy_version >= 7 and env == 'math'". The others stay for
+            other streams, and clear_consumed never deletes them. Default: all samples.
     Raises:
         InvalidRequestError: an impossible value; the text names the option. It is a ValueError.
     Examples:
@@ -48,60 +88,26 @@ class Stream:
     """
 
     partition: str
-    """Partition, or a template such as "train@{epoch}". Variables: {epoch}, {global_step}, {policy_version} (of the
-    weights that PublishWeights published last, else the global step) and {stage} ("train", "val", ...). They are
-    resolved when an iterator starts; a running iterator never changes partition."""
     task: str
-    """Name of the consumer. Each task sees every sample of a partition, independently of other tasks."""
     fields: list[str]
-    """Fields to read. A sample is ready when it has all of them."""
     batch_size: int | None = None
-    """Samples per data-parallel rank and batch, which the sampler picks at once. With a GroupSampler leave it out: a
-    batch is this rank's share of its whole groups."""
     micro_batch_size: int | None = None
-    """Rows that the loader yields at once. Default: the whole batch."""
     head_fields: list[str] | None = None
-    """Fields of the groups' heads, such as an image that all rows of a group share. They are read once per batch;
-    ``batch.heads`` has a row per group, and ``meta.group_index`` says which one is a row's."""
     sampler: BaseSampler | str | None = None
-    """How ready samples form a batch: class_path and init_args, or the name of a built-in sampler. Default:
-    RankAwareSampler with the number of data-parallel ranks."""
     tail: Literal["drop", "pad", "uneven_ok"] | None = None
-    """What happens to samples that can't fill the last round of a sealed partition: drop (counted), pad (repeat
-    samples, marked in BatchMeta.padding_mask) or uneven_ok. Default: uneven_ok for one rank, drop for more."""
     num_batches: int | None = None
-    """Micro-batches per epoch and rank, if known. The loader then has a length, and Lightning fetches no batch ahead.
-    Set it when producers wait for step k before they make batch k+1."""
     replay: bool | None = None
-    """Whether an iterator that returns to its partition starts at the first batch (true) or after the trained ones
-    (false). Default: false for training. Other stages always replay."""
     clear_consumed: bool | list[str] = False
-    """Training only: delete samples once they are trained and every task that reads the partition is done with them.
-    A partition without end then takes bounded memory. A list adds tasks that may start later. False: samples stay
-    until their partition is cleared."""
     num_workers: int = 0
-    """DataLoader worker processes. 0 is right for most streams, because batches are requested ahead anyway."""
     persistent_workers: bool = False
-    """Keep the workers from one epoch to the next. Needs num_workers of 1 or more."""
     multiprocessing_context: Literal["fork", "spawn", "forkserver"] | None = None
-    """How workers start. Needs num_workers of 1 or more. Default: torch's choice on this system."""
     prefetch: bool = True
-    """Request the next batch while the loop is busy with this one. False: request it when the loop asks for it."""
     layout: Literal["dense", "jagged"] = "dense"
-    """Tensor fields are dense where the rows' shapes agree ("dense"), or always jagged nested tensors ("jagged")."""
     timeout_s: float | None = None
-    """Longest wait for one batch before BatchTimeoutError. Default: no limit, with a report every 30 s."""
     pin_memory: bool = False
-    """Copy batches into page-locked memory, and from there to an accelerator as soon as they are fetched. That takes
-    the accelerator's memory for one more batch. No effect without one."""
     sampling_config: dict[str, Any] | None = None
-    """More keyword arguments for the sampler, sent with every fetch."""
     replay_from: str | None = None
-    """A directory that ``lightning-tq record`` wrote: train the recorded batches again, in their order, without
-    producers. Fields, partition, batch_size and data-parallel ranks must be as they were, without ``where``."""
     where: str | None = None
-    """Read only samples whose tags match, such as "policy_version >= 7 and env == 'math'". The others stay for other
-    streams, and clear_consumed never deletes them. Default: all samples."""
 
     def __post_init__(self) -> None:
         for name, (kinds, text) in _TYPES.items():

@@ -6,10 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import TYPE_CHECKING, Any
-
-from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_tq.checks import counted, list_names
 from lightning_tq.loader import StreamReader
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
 
 _LOOK_EVERY_S = 10.0
 _REPEAT_EVERY = 3
-"""Looks. While no producer runs in this entry point, a missing partition is reported as often as any other wait."""
+"""Looks. Any wait is reported so often, whether it has a hint or not."""
 _LOOKS_AT_A_START = 30
 """Looks. A process that has not joined after them may do without the queue, and the next hint counts."""
 _TOO_LATE = ("on_train_start", "on_train_epoch_start")
@@ -44,8 +41,8 @@ class WaitHints:
     """This run's producer processes that have not ended; None: none was started here."""
     clears_finished: bool
     """Whether the run clears finished partitions."""
-    warn_once: Callable[[str, str], None]
-    """Takes a key and a text, and logs one text per key."""
+    warn: Callable[[str | None, str], None]
+    """Takes a key and a text, and logs one text per key, or each without a key."""
     note: str = ""
     """A sentence for waits for a partition that is not in the queue: why no producer of this run fills it."""
     _looks: dict[str, int] = field(default_factory=dict)
@@ -54,12 +51,13 @@ class WaitHints:
     def look(self, readers: Iterable[StreamReader]) -> None:
         """Warn of readers that wait for too long."""
         for reader in readers:
-            due = int(reader.waiting_s() / _LOOK_EVERY_S)
-            if due > self._looks.get(reader.label, 0) and reader.progress.partition is not None:
-                self._explain(reader, reader.progress.partition, due)
+            due, before = int(reader.waiting_s() / _LOOK_EVERY_S), self._looks.get(reader.label, 0)
+            if due > before and reader.progress.partition is not None:
+                repeats = due // _REPEAT_EVERY > before // _REPEAT_EVERY
+                self._explain(reader, reader.progress.partition, due, repeats)
             self._looks[reader.label] = due
 
-    def _explain(self, reader: StreamReader, partition: str, due: int) -> None:
+    def _explain(self, reader: StreamReader, partition: str, due: int, repeats: bool) -> None:
         running = self.running()  # before the statistics, which then have all that ended producers have put
         try:
             stats, units = self.client.get_stats(), []
@@ -72,15 +70,16 @@ class WaitHints:
         stats["waiting"].append({**asked, "waited_s": 0.0, "client": ""})  # it may be between two requests
         findings = diagnose(stats, units)
         own = next(each for each in findings if each.kind == "fetch" and each.names == (stream.task, partition))
-        own = replace(own, what=f"stream {reader.label!r}", age_s=None, to_do=own.to_do[:-1])  # all but to wait longer
+        age_s = reader.waiting_s() if repeats else None
+        own = replace(own, what=f"stream {reader.label!r}", age_s=age_s, to_do=own.to_do[:-1])  # all but to wait longer
         puts = [each for each in findings if each.kind == "put" and each.to_do]
         starting = [
             each for each in running or () if due <= _LOOKS_AT_A_START and not each.has_joined(stats["clients"])
         ]
         wait = StreamWait(self, reader, partition, own, puts, stats["partitions"], running, starting)
-        repeats = (starting or (not wait.about and self.trainer.state.fn != TrainerFn.FITTING)) and due >= _REPEAT_EVERY
-        for key, text in islice(filter(None, (hint(wait) for hint in _HINTS)), 1):
-            self.warn_once(f"{key} {due // _REPEAT_EVERY}" if repeats else key, text)
+        key, text = next(filter(None, (hint(wait) for hint in _HINTS)), ("", str(own)))
+        if key or repeats:
+            self.warn(None if repeats else key, text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -266,7 +266,9 @@ def _wait(stats: Numbers, waiting: Numbers) -> Finding:
     partition = stats["partitions"].get(name)
     if partition is None:
         return _fetch({**waiting, "elsewhere": _holds(stats["partitions"])})
+    lacking = [partition.get("produced", {}).get(field, math.inf) for field in waiting.get("lacking", ())]
     own = {
+        "given": [task for task, its in partition["tasks"].items() if its["consumed"] > min(lacking, default=math.inf)],
         "known_fields": partition["fields"], "reserved": partition["held"], "sealed": partition["sealed"],
         "lost": {field: count for field, count in partition["lost"].items() if field in waiting["fields"]},
         "groups": partition.get("groups", {}),
@@ -393,9 +395,14 @@ def _remedies(facts: Numbers) -> Iterator[str]:
     elif held_back := _without_sampler(facts):
         yield from _to_sample(held_back)
     elif facts.get("sealed") and is_short:
+        for given in facts.get("given", ()):  # it may have had samples in hand at a checkpoint, or when it died
+            calls = f"client.reset_consumption({partition!r}, {given!r})"
+            yield f"if the queue was restored and task {given!r} adds what is missing, give it all again ({calls})"
         yield from ("put what is missing", "clear those samples")
     else:
-        yield from ("check the producers", "lower batch_size")
+        yield "check the producers"
+        if facts.get("ready") and "elsewhere" not in facts:
+            yield "lower batch_size"
         if _unknown(facts) or "elsewhere" in facts:
             yield f"compare the names of the {'partitions' if 'elsewhere' in facts else 'fields'}"
         elif is_short and not is_expected:
@@ -474,17 +481,28 @@ def _for_groups(facts: Numbers) -> Iterator[str]:
         gate = f", and the tags of the gate {slots['gate']!r}," if slots.get("gate") else ""
         yield f"put the fields of the fetch{gate} for all rows of a group"
     elif states.get("waiting") and slots["used"] < slots["budget"]:
-        full = [f"let task {other!r} train what it was given, or raise its ahead" for other in _full_others(facts)]
+        full = [
+            f"let task {other!r} train what it was given, or raise its {_limits(facts, other)}"
+            for other in _full_others(facts)
+        ]
         yield from (*full, "start workers that lease groups")
     elif slots["used"] >= slots["budget"] and slots["here"] < slots["used"]:
         yield "clear the partitions that the task reads no more, or say that it has gone on (client.move_on)"
     elif slots["used"] >= slots["budget"]:
-        yield from ("let the trainer say what it has trained (client.advance)", f"raise ahead of {task!r}")
+        yield from (
+            "let the trainer say what it has trained (client.advance)",
+            f"raise {_limits(facts, task)} of {task!r}",
+        )
     elif not states.get("waiting"):
         yield "add groups"
     if facts["groups"]["rejected"]:
         yield "loosen the gate"
     yield "wait longer (timeout_s)"
+
+
+def _limits(facts: Numbers, task: str) -> str:
+    """The options that bound a task's slots."""
+    return " and ".join(facts["groups"]["slots"].get(task, {}).get("limits", ("ahead",)))
 
 
 def _age(seconds: float) -> str:

@@ -79,32 +79,54 @@ class FitReport(Callback):
                 f"Replayed {counted(self._batches, 'batch', 'batches')} of {record} in {passed.seconds:.1f} s."
             )
             return
-        limit = Finding.of_training(*passed)
-        limit = replace(limit, to_do=tuple(_advice(run.train_reader().stream, limit)))
+        limit, groups = Finding.of_training(*passed), _groups(run)
+        limit = replace(limit, to_do=tuple(_advice(run.train_reader().stream, limit, groups)))
         rank_zero_info(
             f"Queue: {counted(self._batches, 'batch', 'batches')} in {passed.seconds:.1f} s without validation, the "
-            f"first one after {self.first.seconds:.1f} s; {limit}{_of_groups(run)}"
+            f"first one after {self.first.seconds:.1f} s; {limit}{_of_groups(run, groups)}"
         )
 
 
-def _of_groups(run: Run) -> str:
-    """What became of the groups of the last partition; "" without any."""
+def _groups(run: Run) -> dict[str, Any]:
+    """Numbers of the groups of the last partition; empty without any."""
+    partition = run.client.get_stats()["partitions"].get(run.train_reader().progress.partition, {})
+    groups: dict[str, Any] = partition.get("groups", {})
+    return groups
+
+
+def _of_groups(run: Run, groups: dict[str, Any]) -> str:
+    """What became of them; "" without any."""
     name = run.train_reader().progress.partition
-    groups = run.client.get_stats()["partitions"].get(name, {}).get("groups")
-    if name is None or groups is None:
+    if name is None or not groups:
         return ""
     found = Finding.of_groups(name, groups)
     said = str(found)
     return f" {said[0].upper()}{said[1:]}" if found.held_up_by else ""
 
 
-def _advice(stream: Stream, limit: Finding) -> Iterator[str]:
+def _rejected(sampler: GroupSampler, groups: dict[str, Any]) -> float:
+    """The share of the finished groups that the sampler's gate has rejected."""
+    states = groups.get("states", {})
+    finished = groups.get("added", 0) - sum(states.get(state, 0) for state in ("waiting", "running", "closed"))
+    return float(groups.get("rejected", {}).get(sampler.gate, 0) / max(finished, 1))
+
+
+def _advice(stream: Stream, limit: Finding, groups: dict[str, Any]) -> Iterator[str]:
     """What to turn. Generation may be slow, or may be held back."""
     if limit.what == "training":
         yield "make steps faster or use more data-parallel ranks (more or faster producers would not help)"
         return
-    yield "add producers (Producer(count=...)) or make them faster"
-    if isinstance(stream.sampler, GroupSampler):
-        yield f"let them work further ahead of training by GroupSampler(ahead={stream.sampler.ahead + 1})"
+    sampler = stream.sampler
+    if isinstance(sampler, GroupSampler) and (share := _rejected(sampler, groups)) > 0.5:
+        yield f"loosen the gate {sampler.gate!r}, which rejected {share:.0%} of the groups"
+        yield "work on prompts that pass it"
+        enough = 1 / max(1 - share, 0.1)
+        if enough > sampler.oversample and (sampler.stale != "wait" or "max_staleness" not in sampler.limits):
+            yield f"begin more groups than a step needs by GroupSampler(oversample={enough:.2g})"
+    else:
+        yield "add producers (Producer(count=...)) or make them faster"
+    if isinstance(sampler, GroupSampler):
+        more = ", ".join(f"{name}={value}" for name, value in sampler.limits.items())
+        yield f"let workers go further ahead of training by GroupSampler({more})"
     if not stream.prefetch:
         yield "set Stream(prefetch=True)"

@@ -93,7 +93,7 @@ class _Demo:
         limit = f"00:00:{seconds // 60:02}:{seconds % 60:02}"
         options = {
             "config": directory / "run.yaml", "trainer.max_epochs": -1, "trainer.max_time": limit,
-            "trainer.enable_progress_bar": "false", "trainer.log_every_n_steps": 1,
+            "trainer.enable_progress_bar": "false",
             "data.queue.dashboard": "true" if find_spec("aiohttp") else "false",
         }  # fmt: skip
         command = [sys.executable, "-m", "lightning_tq", "fit", *(f"--{name}={options[name]}" for name in options)]

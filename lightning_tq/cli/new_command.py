@@ -13,7 +13,7 @@ from pathlib import Path
 from transfer_queue.errors import ConfigError
 
 KINDS = ("grpo", "sft", "stream")
-_OUTPUT = "default_root_dir: runs\n"
+_OUTPUT = "default_root_dir: runs"
 
 
 def main(args: Sequence[str]) -> int:
@@ -54,7 +54,7 @@ def write_template(kind: str, directory: Path) -> list[str]:
         directory.mkdir(parents=True, exist_ok=True)
         for source in sources:
             # A run writes into its own directory, wherever it is started.
-            output = f"default_root_dir: {json.dumps(str(directory.resolve() / 'runs'))}\n"
+            output = f"default_root_dir: {json.dumps(str(directory.resolve() / 'runs'))}"
             (directory / source.name).write_text(source.read_text().replace(_OUTPUT, output))
     except OSError as error:
         raise ConfigError(f"can't write to {directory}: {error.strerror or error}.") from error

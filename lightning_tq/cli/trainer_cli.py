@@ -16,7 +16,6 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NamedTuple, NoReturn
 
-from jsonargparse import set_parsing_settings
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from omegaconf import OmegaConf
@@ -116,9 +115,6 @@ class TQCLI(LightningCLI):
         os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # LightningCLI's calls, not the user's
         given = sys.argv[1:] if options.get("args") is None else options["args"]
         self._first_arg = str(next(iter(given), ""))
-        # Half a second, for what only help and printed configurations show.
-        explains = any(str(arg).startswith(("-h", "--print_config")) or str(arg).endswith("help") for arg in given)
-        set_parsing_settings(docstring_parse_attribute_docstrings=explains)
         defaults = {
             "model_class": model_class or LightningModule,
             "datamodule_class": TQDataModule,

@@ -47,29 +47,34 @@ class Producer:
     ``transfer_queue.get_client()`` finds the queue there by TQ_ADDRESS. A process that fails or is killed ends the run,
     unless it has ``restarts``; one that returns is done. All of them end with the run, even if the run is killed.
 
+    Args:
+        target: "module:function", a function at the top level of a module, or a command as a list of words. A function
+            with parameters "worker" (0 ... count - 1) and "num_workers" gets them. All processes get them as the
+            environment variables TQ_WORKER and TQ_NUM_WORKERS.
+        count: Number of processes.
+        args: Keyword arguments of the function.
+        env: Additional environment variables of the processes. They inherit the trainer's, but not those of its rank:
+            RANK, WORLD_SIZE, MASTER_ADDR and the like.
+        stages: Entry points during which it runs: fit, validate, test, predict.
+        name: Its name in messages. Default: the function or command.
     Raises:
         InvalidRequestError: a target that another process can't import, arguments that its function doesn't take, or
             another impossible value.
     """
 
     target: str | list[str] | Callable[..., Any]
-    """"module:function", a function at the top level of a module, or a command as a list of words. A function with
-    parameters "worker" (0 ... count - 1) and "num_workers" gets them. All processes get them as the environment
-    variables TQ_WORKER and TQ_NUM_WORKERS."""
     count: int = 1
-    """Number of processes."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the function."""
     env: dict[str, str] = field(default_factory=dict)
-    """Additional environment variables of the processes. They inherit the trainer's, but not those of its rank:
-    RANK, WORLD_SIZE, MASTER_ADDR and the like."""
     stages: list[str] = field(default_factory=lambda: ["fit"])
-    """Entry points during which it runs: fit, validate, test, predict."""
     name: str | None = None
+<<<<<<< HEAD
     """Its name in messages. Default: the function or command."""
     restarts: int = 0
     """How often each of its processes is started again if it fails or is killed. The pause before grows: 1 s, 2 s, 4 s,
     up to 30 s. The next failure ends the run. A process begins anew, so it must not put twice what is to come once."""
+=======
+>>>>>>> wtC
 
     def __post_init__(self) -> None:
         check_int("producer count", self.count, 1)

@@ -282,6 +282,11 @@ def test_a_late_fetch_names_the_clients_that_still_owe_samples(queue, client, na
         writer.close()
 
 
+def test_an_argument_that_a_verb_lacks_is_reported_of_the_verb_that_was_called(client, name):
+    with pytest.raises(TypeError, match=r"^put\(\) got an unexpected keyword argument 'partition'$"):
+        client.put({"a": torch.arange(2)}, partition=name)
+
+
 def test_a_late_fetch_says_what_it_waited_for(client, name):
     with pytest.raises(tq.BatchTimeoutError, match=r"task 't' waited 0.0 s for 1 sample of .* nothing was published"):
         client.get_meta(["a"], 1, name, task_name="t", timeout_s=0.0)

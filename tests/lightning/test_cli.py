@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import re
 import subprocess
@@ -18,7 +19,7 @@ from producing import fill
 from recorders import Recorder
 
 import transfer_queue as tq
-from lightning_tq import TQCLI, TQDataModule
+from lightning_tq import TQCLI, Producer, QueueConfig, Stream, TQDataModule
 from tests.console import lightning_tq
 from tests.lightning.conftest import HERE, ROOT
 from transfer_queue.errors import InvalidRequestError
@@ -377,6 +378,12 @@ def test_help_explains_the_options(option: str, says: list[str], capsys: pytest.
     assert exit_.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert [text for text in says if text not in shown] == []
+
+
+@pytest.mark.parametrize("cls", [Stream, Producer, QueueConfig])
+def test_help_of_python_explains_every_argument(cls: type) -> None:
+    explained = set(re.findall(r"^        (\w+): ", cls.__doc__ or "", re.M))
+    assert [each.name for each in dataclasses.fields(cls) if each.name not in explained] == []  # type: ignore[arg-type]
 
 
 def test_the_package_and_its_names_load_without_torch() -> None:

@@ -438,7 +438,7 @@ def test_statistics_name_the_states_the_oldest_work_and_the_slots_of_groups(data
     oldest = groups.pop("oldest")
     assert groups == {
         "added": 6, "states": {"waiting": 3, "running": 2, "closed": 1}, "rejected": {},
-        "slots": {"learn": {"used": 3, "here": 3, "budget": 4, "per_step": 2}},
+        "slots": {"learn": {"used": 3, "here": 3, "budget": 4, "per_step": 2, "limits": ["ahead"]}},
     }  # fmt: skip
     assert (oldest["worker"].partition(".")[0], oldest["key"]) == (client.client_id, "q1")
     with pytest.raises(tq.BatchTimeoutError, match=r"for 2 groups of 'train': 1 ready, 2 running \(oldest 0 s, "):

@@ -20,6 +20,7 @@ from tensordict import TensorDict
 import transfer_queue as tq
 from lightning_tq import Producer, Stream, TQDataModule, run, wait_hints
 from tests.lightning.conftest import stream
+from transfer_queue.dataloader import fetching
 
 Make = Callable[..., TQDataModule]
 MakeTrainer = Callable[..., Trainer]
@@ -34,7 +35,7 @@ class Hints(logging.Handler):
         self.then: Callable[[str], Any] = lambda text: None
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
+        self.texts.append(re.sub(r"waited \d+\.\d s for", "waits for", record.getMessage()))
         self.then(self.texts[-1])
 
 
@@ -175,8 +176,7 @@ def test_a_field_that_nobody_has_put_is_named_with_those_that_there_are(
     trainer().fit(Recorder(), datamodule=dm)
     assert hints.texts == [
         "stream 'train' waits for 4 samples of 'train': 0 ready, 4 lack field 'rewards', nobody has put field "
-        "'rewards' so far (there are 'x', 'text'). Check the producers, lower batch_size, or compare the names of "
-        "the fields."
+        "'rewards' so far (there are 'x', 'text'). Check the producers, or compare the names of the fields."
     ]
 
 
@@ -354,6 +354,29 @@ def test_a_validation_that_waits_for_a_missing_partition_repeats_the_reason(
     repeated = f"{waits('val')}which is empty. {reason}"
     assert reason in hints.texts[0]
     assert hints.texts[1:] == [repeated, repeated]
+
+
+def test_a_wait_that_needs_no_hint_is_reported_by_the_run_alone_with_its_length(
+    data: Make, trainer: MakeTrainer, hints: Hints, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching._Wait, "left_s", lambda wait: 0.01)  # requests are answered again and again
+    dm = data(train=stream("train", num_batches=1))  # whose length is known, so that no hint applies
+    dm.client.put(rows(2), partition_id="train")
+
+    def put(text: str) -> None:
+        if sum("2 ready" in each for each in hints.texts) == 2:  # between two requests, a report knows no number
+            dm.client.put(rows(2), partition_id="train")
+
+    hints.then = put
+    trainer().fit(Recorder(), datamodule=dm)
+    said = [record.getMessage() for record in caplog.records if "2 ready" in record.getMessage()]
+    assert len(said) == 2
+    assert all(
+        re.fullmatch(
+            r"stream 'train' waited \d\.\d s for 4 samples of 'train': 2 ready\. Check the producers, .*", text
+        )
+        for text in said
+    )
 
 
 def test_a_partition_that_an_earlier_fit_may_have_cleared_is_reported_as_such(

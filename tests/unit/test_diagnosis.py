@@ -50,8 +50,8 @@ FETCHES = [
      "producers, lower batch_size, or wait longer (timeout_s)."),
     ({}, {}, "1 ready. Check the producers, lower batch_size, seal the partition if nothing more comes "
      "(client.seal_partition('train')), or wait longer (timeout_s)."),
-    ({"ready": 0}, {"put_total": 0, "fields": []}, "0 ready, nothing was published yet. Check the producers, lower "
-     "batch_size, or wait longer (timeout_s)."),
+    ({"ready": 0}, {"put_total": 0, "fields": []}, "0 ready, nothing was published yet. Check the producers, or "
+     "wait longer (timeout_s)."),
     ({"lacking": {"z": 8}, "fields": ["x", "z"]}, {}, "1 ready, 8 lack field 'z', nobody has put field 'z' so far "
      "(there are 'x', 'y'). Check the producers, lower batch_size, compare the names of the fields, or wait longer "
      "(timeout_s)."),
@@ -62,8 +62,12 @@ FETCHES = [
     ({"ready": 4}, {}, "4 ready, Sampler returned no samples of those that are ready, or earlier fetches of the task "
      "still wait. Check the producers, lower batch_size, or wait longer (timeout_s)."),
     ({"partition": "val"}, {"sealed": True}, "the partition is not in the queue, which holds 'train' (8 samples, "
-     "sealed). Check the producers, lower batch_size, compare the names of the partitions, or wait longer "
-     "(timeout_s)."),
+     "sealed). Check the producers, compare the names of the partitions, or wait longer (timeout_s)."),
+    ({"lacking": {"y": 3}}, {"sealed": True, "produced": {"x": 8, "y": 5}, "tasks": {
+        "teacher": {"consumed": 8, "in_flight_samples": 0}, "learn": {"consumed": 4, "in_flight_samples": 0},
+     }}, "1 ready, 3 lack field 'y', the partition is sealed. If the queue was restored and task "
+     "'teacher' adds what is missing, give it all again (client.reset_consumption('train', 'teacher')), put what is "
+     "missing, clear those samples, or wait longer (timeout_s)."),
 ]  # fmt: skip
 
 
@@ -263,6 +267,10 @@ GROUPS: dict[str, Any] = {
          "there are none. Add groups, or wait longer (timeout_s)."),
         ({"states": {"drawn": 16}, "rejected": {}}, "16 in training, 16 of 16 slots in use. Let the trainer say what "
          "it has trained (client.advance), raise ahead of 'learn', or wait longer (timeout_s)."),
+        ({"states": {"drawn": 16}, "rejected": {},
+          "slots": {"learn": {"used": 16, "here": 16, "budget": 16, "per_step": 16, "limits": ["max_staleness"]}}},
+         "16 in training, 16 of 16 slots in use. Let the trainer say what it has trained (client.advance), raise "
+         "max_staleness of 'learn', or wait longer (timeout_s)."),
         ({"states": {"closed": 9}, "rejected": {},
           "slots": {"learn": {"used": 9, "here": 9, "budget": 16, "per_step": 16, "gate": "any(ok)"}}},
          "9 without a tag or field. Put the fields of the fetch, and the tags of the gate 'any(ok)', for all rows of a "

@@ -89,6 +89,7 @@ class Gets(ClientBase):
 
         Args:
             data_fields: Names, or one name. None in mode "force_fetch": every field that all samples have.
+            partition_id: One name. A pattern such as "train@*", which ``lease`` takes, is a name like any other here.
             mode: "fetch" gives ``task_name`` its next ``batch_size`` ready samples; "insert" makes new samples;
                 "force_fetch" describes all samples of the partition, consumed or not, and marks nothing.
             sampling_config: ``dp_rank``, ``batch_index``, ``dp_size``; ``first_index`` (where several readers of one

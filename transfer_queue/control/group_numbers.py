@@ -14,7 +14,7 @@ def group_numbers(state: PlaneState, partition: Partition, now: float) -> dict[s
 
     ``added``: those that ever were. ``states``: how many are in each. ``oldest``: of the leases here, the one that was
     granted first. ``rejected``: by gate, or reason. ``slots``: by task that trains them, how many it has,
-    uses, and uses for groups that are here.
+    uses, and uses for groups that are here, and which options of its sampler bound them.
     """
     groups, leases = partition.groups, state.leases
     if groups is None:
@@ -27,7 +27,9 @@ def group_numbers(state: PlaneState, partition: Partition, now: float) -> dict[s
         budget, per_step = (0, 0) if sampler is None else (sampler.budget, sampler.groups)
         here = sum(group.is_charged and task in group.terms.tasks for group in groups.live.values())
         own = {"used": leases.trainers[task].charged, "here": here, "budget": budget, "per_step": per_step}
-        slots[task] = own if sampler is None or sampler.gate is None else own | {"gate": sampler.gate}
+        slots[task] = own if sampler is None else own | {"limits": list(sampler.limits)}
+        if sampler is not None and sampler.gate is not None:
+            slots[task]["gate"] = sampler.gate
     first = leases.oldest_of(partition.name)
     oldest = None if first is None else {
         "worker": first.worker.client, "key": partition.keys.key_of(first.group.index), "age_s": now - first.since,

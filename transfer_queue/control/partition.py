@@ -162,7 +162,7 @@ class Partition:
             missing = indexes[~found]
             raise SampleClearedError(
                 f"{len(missing)} of {len(indexes)} samples aren't in partition {self.name!r} (any more), first: "
-                f"{missing[:5].tolist()}. They were cleared, or belong to another partition; fetch new metadata."
+                f"{missing[:5].tolist()}. They were cleared, or belong to another partition; go on with the next batch."
             )
         return rows
 

@@ -117,6 +117,15 @@ class GroupSampler(RoundSampler):
         return slots
 
     @property
+    def limits(self) -> dict[str, int]:
+        """The options that keep workers from going further ahead, with values that would let them."""
+        admitted = {"ahead": math.ceil(self.oversample * (self.ahead + 1) * self.groups)}
+        if self.bound is not None:
+            admitted["max_staleness"] = (self.bound + 1) * self.groups
+        least = min(admitted.values())
+        return {name: getattr(self, name) + 1 for name, groups in admitted.items() if groups == least}
+
+    @property
     def order_key(self) -> Any:
         """By which ready groups are sorted; None: as they become ready."""
         return {"oldest": _oldest, "newest": _newest, "arrival": None}[self.order]

@@ -119,7 +119,11 @@ def blocking(method: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, R]:
 
     @functools.wraps(method)
     def twin(*args: P.args, **kwargs: P.kwargs) -> R:
-        return run_blocking(method(*args, **kwargs))
+        try:
+            coroutine = method(*args, **kwargs)
+        except TypeError as error:  # arguments that it doesn't have
+            raise TypeError(str(error).replace(method.__qualname__, twin.__name__)) from None
+        return run_blocking(coroutine)
 
     twin.__name__ = method.__name__.removeprefix("async_")
     return twin

@@ -14,12 +14,12 @@ class Actor(L.LightningModule):
     def training_step(self, batch, batch_idx):
         data, meta = batch
         prompts = batch.heads["prompt"][meta.group_index]  # the prompt of each row's group
-        rewards = data["reward"].view(len(batch.heads), -1)  # the answers to a prompt are next to each other
-        advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+        groups = data["reward"].split(torch.tensor(meta.group_index).bincount().tolist())  # one after the other
+        advantages = torch.cat([(each - each.mean()) / (each.std(correction=0) + 1e-4) for each in groups])
         after = self.policy(torch.cat([prompts, data["answer"]], dim=1)[:, :-1])[:, LENGTH - 1 :]
         log_probs = after.gather(2, data["answer"].unsqueeze(2)).squeeze(2)
         ratio, gain = (log_probs - data["old_log_probs"]).exp(), advantages.view(-1, 1)
-        self.log("reward", rewards.mean(), prog_bar=True)
+        self.log("reward", data["reward"].mean(), prog_bar=True)
         return -torch.min(ratio * gain, ratio.clamp(1 - self.clip, 1 + self.clip) * gain).mean()
 
     def validation_step(self, batch, batch_idx):

@@ -88,7 +88,7 @@ class BlockStore(HeldBlocks):
             if len(missing):
                 raise StorageKeyNotFoundError(
                     f"no value of field {name!r} for sample {missing[0]} ({len(missing)} of the {len(indexes)} "
-                    f"samples asked for lack it here): it was cleared, or never put. Fetch metadata anew."
+                    f"samples asked for lack it here): it was cleared, or never put. Go on with the next batch."
                 )
             if field is not None and cells is not None:
                 located += [(name, *block) for block in field.located(cells)]
