@@ -57,6 +57,9 @@ class Producer:
             RANK, WORLD_SIZE, MASTER_ADDR and the like.
         stages: Entry points during which it runs: fit, validate, test, predict.
         name: Its name in messages. Default: the function or command.
+        restarts: How often each of its processes is started again if it fails or is killed. The pause before grows: 1 s,
+            2 s, 4 s, up to 30 s. The next failure ends the run. A process begins anew, so it must not put twice what is
+            to come once.
     Raises:
         InvalidRequestError: a target that another process can't import, arguments that its function doesn't take, or
             another impossible value.
@@ -68,13 +71,7 @@ class Producer:
     env: dict[str, str] = field(default_factory=dict)
     stages: list[str] = field(default_factory=lambda: ["fit"])
     name: str | None = None
-<<<<<<< HEAD
-    """Its name in messages. Default: the function or command."""
     restarts: int = 0
-    """How often each of its processes is started again if it fails or is killed. The pause before grows: 1 s, 2 s, 4 s,
-    up to 30 s. The next failure ends the run. A process begins anew, so it must not put twice what is to come once."""
-=======
->>>>>>> wtC
 
     def __post_init__(self) -> None:
         check_int("producer count", self.count, 1)
