@@ -57,8 +57,8 @@ class Producer:
             RANK, WORLD_SIZE, MASTER_ADDR and the like.
         stages: Entry points during which it runs: fit, validate, test, predict.
         name: Its name in messages. Default: the function or command.
-        restarts: How often each of its processes is started again if it fails or is killed. The pause before grows: 1 s,
-            2 s, 4 s, up to 30 s. The next failure ends the run. A process begins anew, so it must not put twice what is
+        restarts: How often each of its processes is started again if it fails or is killed. The pause before grows: 1,
+            2, 4, up to 30 s. The next failure ends the run. A process begins anew, so it must not put twice what is
             to come once.
     Raises:
         InvalidRequestError: a target that another process can't import, arguments that its function doesn't take, or
