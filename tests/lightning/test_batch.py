@@ -100,11 +100,11 @@ def test_an_acknowledged_batch_is_refused_and_the_next_one_is_not() -> None:
 
 def test_a_cleared_partition_is_refused_unless_nothing_was_read_or_the_queue_is_new() -> None:
     position = Position.from_dict(SAVED, "train")
-    position.check_partition_exists(["train@1"])
-    position.check_partition_exists([])
-    Position(partition_id="train@1").check_partition_exists(["train@2"])
-    with pytest.raises(InvalidRequestError, match=r"'train@1', which was cleared\. The queue holds 'train@2'"):
-        position.check_partition_exists(["train@2"])
+    position.check_partition_exists({"train@1": 3})
+    position.check_partition_exists({})
+    Position(partition_id="train@1").check_partition_exists({"train@2": 1})
+    with pytest.raises(InvalidRequestError, match=r"cleared or never was in this queue\. The queue holds 'train@2'"):
+        position.check_partition_exists({"train@2": 0})
 
 
 def test_a_message_names_the_first_of_many_partitions() -> None:
