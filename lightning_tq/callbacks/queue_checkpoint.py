@@ -31,7 +31,6 @@ from transfer_queue import (
     spooled_checkpoint,
     upload_checkpoint,
 )
-from transfer_queue.checkpoint.directory import foreign
 from transfer_queue.errors import ConfigError, NotInitializedError, TransferQueueError
 
 logger = logging.getLogger(__name__)
@@ -39,6 +38,8 @@ logger = logging.getLogger(__name__)
 AnyPath = str | Path
 _SUFFIXES = ("", ".old", ".tmp")
 """Suffixes of a saved queue's name. A killed save leaves the last two."""
+_PARTS = ("metadata.json", "controller_state.msgpack", "simple_storage", "save-")
+"""How names in a saved queue begin."""
 _END_S = 1.0
 """Seconds that the background thread gets to notice that it should end; all its work is done by then."""
 
@@ -289,7 +290,7 @@ def restore_queue(client: TransferQueueClient, checkpoint: AnyPath, pattern: str
         try:
             client.load_checkpoint(saved)
         except CheckpointNotFoundError as error:
-            if (found := _names(saved)) and not foreign(found):
+            if any(name.startswith(_PARTS) for name in _names(saved)):
                 raise CheckpointError(
                     f"{error} So its queue can't be restored. Copy all of {saved} again, or remove it to train newly "
                     f"put samples."
