@@ -17,7 +17,7 @@ from lightning_tq.callbacks.partition_switch import PartitionSwitch
 from lightning_tq.callbacks.publish_weights import PublishWeights
 from lightning_tq.callbacks.queue_checkpoint import restore_queue, writes_in_background
 from lightning_tq.checks import check_choice
-from lightning_tq.loader import StreamLoader, StreamReader, stream_loader
+from lightning_tq.loader import StreamLoader, StreamReader, drawn_batches, stream_loader
 from lightning_tq.producers.group import Producer, ProducerGroup, check_producers
 from lightning_tq.producers.process import refuse_to_train
 from lightning_tq.progress import Ack, AckRule, Position, Progress
@@ -124,7 +124,7 @@ class TQDataModule(LightningDataModule):
         self._progress: Progress | None = None
         """Of training, in the queue at ``_progress_address``. It outlives its run."""
         self._progress_address: str | None = None
-        self._partitions_at_start: list[str] = []  # on the first rank: those that existed before this run's producers
+        self._partitions_at_start: dict[str, int] = {}  # on the first rank: before this run's producers
         if not self._streams["val"]:  # Lightning expects validation wherever val_dataloader is defined
             warnings.filterwarnings("ignore", "You passed in a `val_dataloader` but have no `validation_step`")
 
@@ -257,8 +257,9 @@ class TQDataModule(LightningDataModule):
         if trains_queue and self._ack in ("auto", "checkpoint"):
             check_checkpoints(trainer, self._streams["train"][0], topology.dp_size, self.client.get_stats()["capacity"])
         if entry == "fit" and checkpoint is not None and not replays:
-            restore_queue(self.client, checkpoint)
-        self._partitions_at_start = self.client.get_partition_list()
+            train = self._streams["train"][0]
+            restore_queue(self.client, checkpoint, self._switch(trainer).pattern(train, "train"), train.task)
+        self._partitions_at_start = drawn_batches(self.client, streams[0].stream.task)
         publishes = trains_queue and any(isinstance(each, PublishWeights) for each in callbacks_of(trainer))
         if publishes and checkpoint is None:
             pattern = self._switch(trainer).pattern(self._streams["train"][0], "train")

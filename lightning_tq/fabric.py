@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
 from lightning_tq.batch import TQBatch
 from lightning_tq.checks import check_choice
-from lightning_tq.loader import StreamReader, stream_loader
+from lightning_tq.loader import StreamReader, drawn_batches, stream_loader
 from lightning_tq.producers.group import Producer, ProducerGroup
 from lightning_tq.progress import Ack, AckRule, Position
 from lightning_tq.queue_config import QueueConfig, as_queue_config
@@ -86,7 +86,7 @@ class FabricLoader:
         self.topology = fabric_topology(fabric, dp_rank, dp_size)
         self._fabric = fabric
         self._next_epoch = 0
-        self.partitions_at_start: Collection[str] = ()
+        self.partitions_at_start: Mapping[str, int] = {}
         self._connection = QueueConnection()
         self._members = RunMembers()
         self._producers = ProducerGroup(producers)
@@ -103,7 +103,7 @@ class FabricLoader:
             replays = check_records([StageStream("train", "train", stream)], self.topology.dp_size, False)
             self._connection.open(config, sampler_modules([stream]))
             stream.register(self.client, self.topology.dp_size)
-            self.partitions_at_start = self.client.get_partition_list()
+            self.partitions_at_start = drawn_batches(self.client, stream.task)
             if not replays:
                 if self._producers.runs_in("fit"):
                     self.client.expect_producers()

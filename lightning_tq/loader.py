@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +18,7 @@ from lightning_tq.stream import StageStream
 from lightning_tq.topology import Topology
 from transfer_queue import (
     EndOfPartitionError,
+    GroupSampler,
     ProducersGoneError,
     StreamingDataLoader,
     StreamingDataset,
@@ -35,8 +36,8 @@ class RunContext(Protocol):
     topology: Topology
     ack_rule: AckRule
     """For the stream that is trained."""
-    partitions_at_start: Collection[str]
-    """Partitions in the queue before the run's producers started. Empty on ranks other than the first."""
+    partitions_at_start: Mapping[str, int]
+    """``drawn_batches`` before the run's producers started. Empty on ranks other than the first."""
     watchdog: RankWatchdog
     """Says when streams should end, and raises the error that ended the run."""
 
@@ -69,6 +70,12 @@ class RunContext(Protocol):
 
     def stream_ended(self, reader: StreamReader) -> None:
         """The stream has no more batches in its partition."""
+
+
+def drawn_batches(client: TransferQueueClient, task: str) -> dict[str, int]:
+    """Partitions in the queue, with the number of batches that were drawn for this task."""
+    partitions = client.get_stats()["partitions"]
+    return {name: each["tasks"].get(task, {}).get("drawn", 0) for name, each in partitions.items()}
 
 
 class ReaderDataset(StreamingDataset):
@@ -111,6 +118,7 @@ class StreamReader:
         self._sizes: dict[str, Any] = {
             "batch_size": stream.batch_size, "micro_batch_size": rows, "dp_size": run.topology.dp_size
         }  # fmt: skip
+        self._groups = stream.sampler.groups if isinstance(stream.sampler, GroupSampler) else None
         self._unfetched: UnfetchedBatch | None = None
         self._just_acked: list[str] = []
         self._told: tuple[str, int] | None = None
@@ -205,12 +213,14 @@ class StreamReader:
         replays = self.replay and resumed_in is None
         # An ack covers all earlier batches, so the task can't read the first ones again.
         acked = 0 if replays or self.stage != "train" else self._statistic(name, "settled")
-        first = Position(partition_id=name, batch_index=acked, epoch=epoch, **self._sizes)
+        first = Position(partition_id=name, batch_index=acked, epoch=epoch, groups=self._groups, **self._sizes)
         self._unfetched = None
         trained = self.progress.position
         before = self.progress.partition or (None if trained is None else trained.partition_id)
-        existing = self._run.partitions_at_start if self.reads_queue else ()
+        existing = self._run.partitions_at_start if self.reads_queue else {}
         of_an_epoch = bool(set(self.stream.variables) - {"stage"})
+        if not (replays or self._run.may_return(self)):
+            self.progress.check_next(first, existing, self.stream.pattern(self.stage))
         start = self.progress.begin(first, replays, existing, of_an_epoch)
         self.dataset.load_state_dict(start.as_dict())
         if not self.reads_queue:
@@ -257,7 +267,8 @@ class StreamReader:
 
     def _delivered(self) -> TQBatch:
         data, meta, *heads = self._next_item()
-        position = Position(**self.dataset.state_dict(), epoch=self.progress.epoch, **self._sizes)
+        where = self.dataset.state_dict()
+        position = Position(**where, epoch=self.progress.epoch, groups=self._groups, **self._sizes)
         batch = TQBatch(data, meta, position, *heads)
         if self.device_copies is not None:
             batch.copy_ahead(self.device_copies)

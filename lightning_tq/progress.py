@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_tq.checks import list_names
@@ -22,7 +23,7 @@ NewestBatches = dict[str, "BatchMeta"]
 """{partition: metadata of its newest batch}. An ack of a batch also covers those before it."""
 
 _NEEDED = {"partition_id", "batch_index", "micro_batch"}
-_SIZES = ("batch_size", "micro_batch_size", "dp_size")
+_SIZES = ("batch_size", "micro_batch_size", "dp_size", "groups")
 _REMEDY = "Resume from the last checkpoint, or start a new queue from what TQCheckpoint saved next to this one"
 
 
@@ -38,11 +39,13 @@ class Position:
     epoch: int | None = None
     """Epoch in which the iterator started."""
     batch_size: int | None = None
-    """Rows per batch; the three sizes decide how batches are numbered."""
+    """Rows per batch; the four sizes decide how batches are numbered."""
     micro_batch_size: int | None = None
     """Rows per micro-batch."""
     dp_size: int | None = None
     """Data-parallel ranks."""
+    groups: int | None = None
+    """Groups per batch, where a GroupSampler draws them."""
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any], label: str) -> Position:
@@ -90,17 +93,45 @@ class Position:
                 f"TQDataModule(ack='never') keeps every batch."
             )
 
-    def check_partition_exists(self, existing: Collection[str]) -> None:
-        """Raise InvalidRequestError where the partition was cleared, so that nothing would fill it again.
+    def check_partition_exists(self, existing: Mapping[str, int]) -> None:
+        """Raise InvalidRequestError where the partition was cleared, or is another one of this name.
 
         Args:
-            existing: Partitions in the queue before this run's producers started. Empty for a new queue.
+            existing: Partitions in the queue before this run's producers started, with the number of batches that the
+                stream's task had been given. Empty for a new queue.
         """
-        started = self.batch_index or self.micro_batch
-        if existing and started and self.partition_id not in existing:
+        started = self.batch_index + bool(self.micro_batch)
+        if not existing or not started:
+            return
+        place = f"the checkpoint is at batch {self.batch_index} of partition {self.partition_id!r}"
+        if self.partition_id not in existing:
             raise InvalidRequestError(
-                f"the checkpoint is at batch {self.batch_index} of partition {self.partition_id!r}, which was cleared. "
-                f"The queue holds {list_names(existing)}. {_REMEDY}."
+                f"{place}, which was cleared or never was in this queue. The queue holds {list_names(existing)}. "
+                f"{_REMEDY}."
+            )
+        if existing[self.partition_id] < started:
+            raise InvalidRequestError(
+                f"{place}, but this queue has given the stream's task only {existing[self.partition_id]} batches of "
+                f"it. If Stream(task=...) was renamed, use the old name. If the queue was filled anew, samples would "
+                f"be trained twice: on a resume, put nothing before the fit, which restores the saved queue into an "
+                f"empty one. Without a saved queue, put samples once the fit has started."
+            )
+
+    def check_next(self, following: Position, existing: Mapping[str, int], pattern: str) -> None:
+        """Raise InvalidRequestError where the partition after this one was read since this was saved.
+
+        Args:
+            following: Its first batch that is not acknowledged.
+            existing: See ``check_partition_exists``.
+            pattern: Of the partitions that the stream reads.
+        """
+        replace(following, batch_index=0).check_not_acked(following.batch_index)
+        later = [name for name, batches in existing.items() if batches and fnmatchcase(name, pattern)]
+        if later and not existing.keys() & {self.partition_id, following.partition_id}:
+            raise InvalidRequestError(
+                f"the checkpoint is at batch {self.batch_index} of partition {self.partition_id!r}, and "
+                f"{following.partition_id!r} comes next. Both are gone from the queue, and training has come to "
+                f"{list_names(later)}. {_REMEDY}."
             )
 
 
@@ -173,7 +204,13 @@ class Progress:
             return None
         return position.partition_id  # the template may name another one after more steps
 
-    def begin(self, first: Position, replays: bool, existing: Collection[str], of_an_epoch: bool = False) -> Position:
+    def check_next(self, first: Position, existing: Mapping[str, int], pattern: str) -> None:
+        """Before ``begin``, for a stream that never returns to a partition. See ``Position.check_next``."""
+        position = self.position
+        if self._restored and position is not None and position.partition_id != first.partition_id:
+            position.check_next(first, existing, pattern)
+
+    def begin(self, first: Position, replays: bool, existing: Mapping[str, int], of_an_epoch: bool = False) -> Position:
         """An iterator starts. Returns where: at ``first``, or after the last step.
 
         Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from weakref import WeakKeyDictionary
@@ -65,8 +65,8 @@ class Run:
     ack_rule: AckRule
     position: Position | None
     """Where an earlier fit of this process has trained to in this queue."""
-    partitions_at_start: Collection[str]
-    """Partitions in the queue before this run's producers started."""
+    partitions_at_start: Mapping[str, int]
+    """Those in the queue before this run's producers started, with the batches that training had been given."""
     producers: ProducerGroup
     """Empty on ranks other than the first."""
     members: RunMembers

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import fnmatch
 import logging
 import os
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_tq.callbacks.background_worker import BackgroundWorker
+from lightning_tq.checks import list_names
 from lightning_tq.run import run_of
 from lightning_tq.topology import run_on_rank_zero
 from lightning_tq.trainer_compat import callbacks_of, resume_path
@@ -24,6 +26,7 @@ from transfer_queue import (
     CheckpointError,
     CheckpointNotFoundError,
     TransferQueueClient,
+    describe_checkpoint,
     remove_checkpoint,
     spooled_checkpoint,
     upload_checkpoint,
@@ -35,6 +38,8 @@ logger = logging.getLogger(__name__)
 AnyPath = str | Path
 _SUFFIXES = ("", ".old", ".tmp")
 """Suffixes of a saved queue's name. A killed save leaves the last two."""
+_PARTS = ("metadata.json", "controller_state.msgpack", "simple_storage", "save-")
+"""How names in a saved queue begin."""
 _END_S = 1.0
 """Seconds that the background thread gets to notice that it should end; all its work is done by then."""
 
@@ -247,34 +252,71 @@ def _remove_queue(checkpoint: AnyPath) -> None:
         logger.warning(f"{error} Nothing needs it any more.")
 
 
-def _remove_orphans(checkpoint: str) -> None:
-    """Remove queues without a checkpoint next to this one, complete or not, which a killed run left."""
+def _names(directory: str) -> set[str]:
+    """What is in a directory or at a URL; nothing where there is none."""
     import fsspec
 
-    folder = os.path.dirname(checkpoint if _is_url(checkpoint) else os.path.abspath(checkpoint))
-    files, path = fsspec.core.url_to_fs(folder)
+    files, path = fsspec.core.url_to_fs(directory)
     listed = files.ls(path, detail=False) if files.exists(path) else []
-    names = {os.path.basename(name.rstrip("/")) for name in listed}
+    return {os.path.basename(name.rstrip("/")) for name in listed}
+
+
+def _remove_orphans(checkpoint: str) -> None:
+    """Remove queues without a checkpoint next to this one, complete or not, which a killed run left."""
+    folder = os.path.dirname(checkpoint if _is_url(checkpoint) else os.path.abspath(checkpoint))
+    names = _names(folder)
     for name in names:
         saved, _, suffix = name.rpartition(".tq")
         if suffix in _SUFFIXES and saved.endswith(".ckpt") and saved not in names:
             _remove_queue(f"{folder}/{saved}")
 
 
-def restore_queue(client: TransferQueueClient, checkpoint: AnyPath) -> None:
-    """Fill an empty queue with the one saved next to a checkpoint. A queue with partitions stays unchanged."""
+def restore_queue(client: TransferQueueClient, checkpoint: AnyPath, pattern: str, task: str) -> None:
+    """Fill an empty queue with the one saved next to a checkpoint. A queue with partitions stays unchanged.
+
+    Args:
+        pattern: Of the partitions that training reads.
+        task: Its task.
+    Raises:
+        CheckpointError: what was saved is damaged, or the queue holds only other partitions than training needs.
+    """
     path = os.fspath(checkpoint)
-    if client.get_partition_list():
-        return
+    held = client.get_partition_list()
     linked = path if _is_url(path) else os.path.realpath(path)  # last.ckpt may be a link to another one
-    for candidate in dict.fromkeys((path, linked)):
-        try:
-            client.load_checkpoint(queue_path(candidate))
-        except CheckpointNotFoundError:
+    for saved in map(queue_path, dict.fromkeys((path, linked))):
+        if held:
+            _check_held(held, saved, pattern, task)
             continue
-        logger.info(f"the queue was restored from {queue_path(candidate)}.")
+        try:
+            client.load_checkpoint(saved)
+        except CheckpointNotFoundError as error:
+            if any(name.startswith(_PARTS) for name in _names(saved)):
+                raise CheckpointError(
+                    f"{error} So its queue can't be restored. Copy all of {saved} again, or remove it to train newly "
+                    f"put samples."
+                ) from error
+            continue
+        logger.info(f"the queue was restored from {saved}.")
         return
-    logger.warning(
-        f"training resumes from {path}, but the queue is empty and none was saved next to it. Its samples are lost, "
-        f"and training reads newly put ones. The callback TQCheckpoint saves the queue with each checkpoint."
-    )
+    if not held:
+        logger.warning(
+            f"training resumes from {path}, but the queue is empty and none was saved next to it. Its samples are "
+            f"lost, and training reads newly put ones. The callback TQCheckpoint saves the queue with each checkpoint."
+        )
+
+
+def _check_held(held: list[str], saved: str, pattern: str, task: str) -> None:
+    """Raise CheckpointError where training would wait for samples of a saved queue that was not restored."""
+    try:
+        partitions = {} if fnmatch.filter(held, pattern) else describe_checkpoint(saved)["partitions"]
+    except CheckpointError:  # a queue that lives needs no saved one
+        return
+    for name in fnmatch.filter(partitions, pattern):
+        left = partitions[name]["samples"] - partitions[name]["tasks"].get(task, {}).get("consumed", 0)
+        if left:
+            raise CheckpointError(
+                f"{saved} has {left} samples of partition {name!r} to train, but was not restored: this queue is not "
+                f"empty. It holds {list_names(held)}, and nothing that training reads. On a resume, put nothing "
+                f"before the fit: the saved queue has what was put then. To train newly put samples instead, move "
+                f"{saved} away."
+            )

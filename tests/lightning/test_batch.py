@@ -100,11 +100,44 @@ def test_an_acknowledged_batch_is_refused_and_the_next_one_is_not() -> None:
 
 def test_a_cleared_partition_is_refused_unless_nothing_was_read_or_the_queue_is_new() -> None:
     position = Position.from_dict(SAVED, "train")
-    position.check_partition_exists(["train@1"])
-    position.check_partition_exists([])
-    Position(partition_id="train@1").check_partition_exists(["train@2"])
-    with pytest.raises(InvalidRequestError, match=r"'train@1', which was cleared\. The queue holds 'train@2'"):
-        position.check_partition_exists(["train@2"])
+    position.check_partition_exists({"train@1": 4})
+    position.check_partition_exists({})
+    Position(partition_id="train@1").check_partition_exists({"train@2": 1})
+    with pytest.raises(InvalidRequestError, match=r"cleared or never was in this queue\. The queue holds 'train@2'"):
+        position.check_partition_exists({"train@2": 0})
+
+
+def test_a_partition_whose_batches_the_task_was_never_given_is_another_one_and_refused() -> None:
+    position = Position.from_dict(SAVED, "train")  # within batch 3, so 4 batches were given
+    with pytest.raises(
+        InvalidRequestError, match=r"has given the stream's task only 3 batches of it\. If Stream\(task"
+    ):
+        position.check_partition_exists({"train@1": 3, "val": 9})
+
+
+@pytest.mark.parametrize(
+    "existing",
+    [
+        {},
+        {"train@1": 4, "train@0": 9},
+        {"train@2": 0, "train@3": 2},
+        {"val": 0, "train@3": 0},
+        {"val": 9},
+    ],
+    ids=["new queue", "not made yet", "there", "nothing read", "another stream's"],
+)
+def test_a_next_partition_that_producers_may_still_make_is_waited_for(existing: dict[str, int]) -> None:
+    Position.from_dict(SAVED, "train").check_next(Position(partition_id="train@2"), existing, "train@*")
+
+
+def test_a_next_partition_that_was_read_since_the_checkpoint_is_refused() -> None:
+    position = Position.from_dict(SAVED, "train")
+    with pytest.raises(InvalidRequestError, match="at batch 0 of partition 'train@2', but the batches before 1 were"):
+        position.check_next(Position(partition_id="train@2", batch_index=1), {"train@2": 1}, "train@*")
+    with pytest.raises(
+        InvalidRequestError, match=r"Both are gone from the queue, and training has come to 'train@3'\."
+    ):
+        position.check_next(Position(partition_id="train@2"), {"train@3": 1, "train@4": 0, "val": 9}, "train@*")
 
 
 def test_a_message_names_the_first_of_many_partitions() -> None:

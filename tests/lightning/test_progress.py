@@ -34,7 +34,7 @@ def test_a_batch_is_due_once_it_is_stepped_or_in_a_written_checkpoint(
 ) -> None:
     waits = ack == "checkpoint" or (ack != "step" and keeps)
     progress = Progress("train", AckRule(ack, keeps or ack == "checkpoint", in_background))
-    progress.begin(Position(partition_id="p", epoch=0), False, [])
+    progress.begin(Position(partition_id="p", epoch=0), False, {})
     delivered: list[Position] = []
     trained = stepped = due = acked = 0
     saved = [0] * (1 + in_background)  # batches before the position of each checkpoint

@@ -143,6 +143,63 @@ def test_a_live_queue_is_used_unchanged(data: Make, trainer: MakeTrainer, folder
     assert dm.client.get_partition_list() == ["train", "made since"]
 
 
+@pytest.mark.parametrize("task", ["learn", "renamed"])
+def test_a_queue_that_never_gave_the_task_the_saved_batches_is_refused(
+    saved: Callable[..., list[int]], trainer: MakeTrainer, folder: Path, task: str
+) -> None:
+    saved()
+    model = Recorder()
+    with TQDataModule(train=stream("train@{epoch}", task=task)) as dm:
+        if task == "learn":  # the program fills its queue, as before the first fit
+            fill(dm.client, "train@0", 40)
+        with pytest.raises(ValueError, match="this queue has given the stream's task only 0 batches of it"):
+            trainer().fit(model, datamodule=dm, ckpt_path=folder / "step=5.ckpt")
+    assert model.indexes() == []
+
+
+@pytest.mark.parametrize("step", [5, 10], ids=["within an epoch", "at its end"])
+def test_a_queue_with_other_partitions_is_refused_where_the_saved_one_has_samples_to_train(
+    saved: Callable[..., list[int]], trainer: MakeTrainer, folder: Path, step: int
+) -> None:
+    indexes = saved(step, partitions=2)
+    path, model = folder / f"step={step}.ckpt", Recorder()
+    with TQDataModule(train=stream("train@{epoch}")) as dm:
+        fill(dm.client, "val", 4)
+        with pytest.raises(CheckpointError, match=r"but was not restored: this queue is not empty\. It holds 'val'"):
+            trainer(max_epochs=2).fit(model, datamodule=dm, ckpt_path=path)
+        dm.open()
+        trainer(max_epochs=2).fit(model, datamodule=dm, ckpt_path=path)
+    assert model.indexes() == indexes[4 * step :]
+
+
+def test_a_live_queue_whose_samples_were_all_trained_and_cleared_goes_on_with_new_ones(
+    data: Make, trainer: MakeTrainer, folder: Path
+) -> None:
+    dm = data(train=stream("train@{epoch}"))
+    fill(dm.client, "train@0", 8)
+    saves = [TQCheckpoint(), ModelCheckpoint(folder, "{step}", every_n_train_steps=2)]
+    trainer(callbacks=saves, enable_checkpointing=True).fit(Recorder(), datamodule=dm)
+    dm.client.clear_partition("train@0")
+    dm.client.create_partition("val")
+    other, model = TQDataModule(train=stream("train@{epoch}")), Recorder()
+    fill_later(other, "train@1")
+    trainer(max_epochs=2).fit(model, datamodule=other, ckpt_path=folder / "step=2.ckpt")
+    assert (model.partitions("train"), len(model.indexes())) == (["train@1"], 8)
+
+
+@pytest.mark.parametrize("name", ["metadata.json", "controller_state.msgpack"])
+def test_a_saved_queue_that_lacks_a_file_is_refused(
+    saved: Callable[..., list[int]], trainer: MakeTrainer, folder: Path, name: str
+) -> None:
+    saved()
+    (folder / "step=5.ckpt.tq" / name).unlink()
+    with (
+        TQDataModule(train=stream("train@{epoch}")) as dm,
+        pytest.raises(CheckpointError, match=rf"{name}.* So its queue can't be restored\. Copy all of"),
+    ):
+        trainer().fit(Recorder(), datamodule=dm, ckpt_path=folder / "step=5.ckpt")
+
+
 def test_an_empty_queue_without_a_saved_one_is_logged(
     data: Make, trainer: MakeTrainer, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -159,13 +216,13 @@ def test_an_empty_queue_without_a_saved_one_is_logged(
     assert len(model.indexes()) == 4
 
 
-def fill_later(dm: TQDataModule) -> None:
+def fill_later(dm: TQDataModule, partition: str = "train") -> None:
     """Fill the queue after the run has prepared it."""
     prepare = dm._prepare
 
     def prepared(*args: Any) -> str:
         address = prepare(*args)
-        fill(dm.client, "train", 8)
+        fill(dm.client, partition, 8)
         return address
 
     dm._prepare = prepared  # type: ignore[method-assign]

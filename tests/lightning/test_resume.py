@@ -100,10 +100,54 @@ def test_a_checkpoint_within_a_partition_that_was_cleared_is_refused(
     callbacks = [PartitionSwitch(), Save(tmp_path)]
     trainer(max_epochs=2, callbacks=callbacks).fit(Recorder(), datamodule=dm)
     model, other = Recorder(), TQDataModule(train=stream("train@{epoch}"))
-    error = r"at batch 1 of partition 'train@0', which was cleared. The queue holds 'train@1', 'train@2'. Resume from"
+    error = (
+        r"at batch 1 of partition 'train@0', which was cleared or never was in this queue\. The queue holds "
+        r"'train@1', 'train@2'\. Resume from"
+    )
     with pytest.raises(ValueError, match=error):
         trainer(max_epochs=2).fit(model, datamodule=other, ckpt_path=tmp_path / "step=1.ckpt")
     assert model.indexes() == []
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "error"),
+    [
+        (3, r"at batch 0 of partition 'train@1', but the batches before 1 were acknowledged since then and are gone"),
+        (6, r"'train@1' comes next\. Both are gone from the queue, and training has come to 'train@2'\. Resume from"),
+    ],
+    ids=["read", "cleared"],
+)
+def test_the_end_of_an_epoch_is_refused_once_the_next_partition_was_read(
+    data: Make, trainer: MakeTrainer, tmp_path: Path, max_steps: int, error: str
+) -> None:
+    dm = data(train=stream("train@{epoch}"))
+    indexes = [fill(dm.client, f"train@{epoch}", 8) for epoch in range(3)]
+    callbacks = [PartitionSwitch(), Save(tmp_path)]
+    trainer(max_epochs=3, max_steps=max_steps, callbacks=callbacks).fit(Recorder(), datamodule=dm)
+    model, other = Recorder(), TQDataModule(train=stream("train@{epoch}"))
+    with pytest.raises(ValueError, match=error):
+        trainer(max_epochs=3).fit(model, datamodule=other, ckpt_path=tmp_path / "step=2.ckpt")
+    assert model.indexes() == []
+    trainer(max_epochs=3).fit(model, datamodule=other, ckpt_path=tmp_path / f"step={max_steps}.ckpt")
+    assert model.indexes() == [index for each in indexes for index in each][4 * max_steps :]
+
+
+def test_a_partition_that_a_switch_returns_to_goes_on_after_a_resume(
+    data: Make, trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    class Alternates(PartitionSwitch):
+        def partition(self, stream: Any, *, epoch: int, **_: Any) -> str:
+            return ("easy", "hard")[epoch % 2]
+
+    streams = {"train": stream("train", num_batches=1)}
+    dm = data(**streams)
+    easy, hard = fill(dm.client, "easy", 8), fill(dm.client, "hard", 8)
+    callbacks = [Alternates(clear_finished=False), Save(tmp_path)]
+    trainer(max_epochs=2, callbacks=callbacks).fit(Recorder(), datamodule=dm)
+    model = Recorder()
+    again = trainer(max_epochs=4, callbacks=[Alternates(clear_finished=False)])
+    again.fit(model, datamodule=TQDataModule(**streams), ckpt_path=tmp_path / "step=2.ckpt")
+    assert model.indexes() == easy[4:] + hard[4:]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

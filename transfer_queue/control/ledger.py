@@ -78,7 +78,8 @@ class Ledger:
         """Changes that may answer a waiting fetch which must not draw, besides the entry that it waits for."""
         self._ranks: defaultdict[int | None, _Rank] = defaultdict(lambda: _Rank(Runs()))
         self._by_number: dict[int, Entry] = {}
-        self._end = 0  # no rank has drawn this batch or a later one
+        self.end = 0
+        """No rank has drawn this batch or a later one."""
         self.lacks_fields = False
         """A fetch waits for fields of an open batch."""
         self._count = 0
@@ -103,7 +104,7 @@ class Ledger:
 
     def holding(self, ranks: Iterable[int], batch_index: int) -> list[int]:
         """Those of these ranks for which this batch was drawn."""
-        return [] if batch_index >= self._end else [rank for rank in ranks if self.holds((rank, batch_index))]
+        return [] if batch_index >= self.end else [rank for rank in ranks if self.holds((rank, batch_index))]
 
     def most_rows(self, batch_index: int, num_ranks: int) -> int:
         """The largest share of this round; 0 if none of these ranks has one."""
@@ -173,7 +174,7 @@ class Ledger:
 
     def _mark_drawn(self, key: BatchKey) -> None:
         self._ranks[key[0]].drawn.add(key[1])
-        self._end = max(self._end, key[1] + 1)
+        self.end = max(self.end, key[1] + 1)
 
     def _token(self, number: int) -> str:
         return f"{self.name}/{self.num_resets}#{number}"
@@ -247,7 +248,7 @@ class Ledger:
             self.close(entry)
         for own in ranks:
             own.drawn, own.next, own.missed = Runs(), 0, set()
-        self._end = 0
+        self.end = 0
         self.num_changes += 1
         self.num_resets += 1  # acks from before the reset must not match
         for entry in self._by_number.values():
@@ -275,7 +276,7 @@ class Ledger:
         self._count, self.num_resets = saved.count, saved.resets
         for rank in saved.ranks:
             self._ranks[rank.rank] = own = _Rank(_runs_of(rank), next=rank.next_index or 0, missed=set(rank.missed))
-            self._end = max(self._end, own.drawn.end())
+            self.end = max(self.end, own.drawn.end())
         for batch in saved.entries:
             indexes = unpack_indexes(batch.indexes) + shift
             consumes = indexes if batch.consumes is None else unpack_indexes(batch.consumes) + shift
@@ -306,7 +307,7 @@ class Ledger:
         assert {id(entry) for entry in filed.values()} == set(map(id, self._by_number.values())), "known both ways"
         numbers, counts = np.unique(given[given > 0], return_counts=True)
         owned = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
-        assert self._end == max((own.drawn.end() for own in self._ranks.values()), default=0), "the last batch is known"
+        assert self.end == max((own.drawn.end() for own in self._ranks.values()), default=0), "the last batch is known"
         for own in self._ranks.values():
             assert own.missed <= own.open.keys(), "what was missed is open"
             assert own.missed <= set(range(own.next)), "what was missed was given"

@@ -210,8 +210,8 @@ def test_statistics_tell_who_waits_and_what_each_task_has(make_plane):
     assert ask(plane, REWARDER, p.Reserve, "q", 1, now=11.0) is None
     stats = ask(plane, CRITIC, p.GetStats, now=12.0).value
     task = {
-        "ready": {"x": 2}, "consumed": 1, "done_total": 1, "in_flight": 1, "in_flight_samples": 1, "settled": 0,
-        "ended": None, "dropped": 0, "asked_s_ago": 2.0,
+        "ready": {"x": 2}, "consumed": 1, "done_total": 1, "in_flight": 1, "in_flight_samples": 1, "drawn": 1,
+        "settled": 0, "ended": None, "dropped": 0, "asked_s_ago": 2.0,
     }  # fmt: skip
     assert stats["capacity"] == 4
     assert stats["partitions"] == {
