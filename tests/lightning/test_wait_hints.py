@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -20,7 +21,6 @@ from tensordict import TensorDict
 import transfer_queue as tq
 from lightning_tq import Producer, Stream, TQDataModule, run, wait_hints
 from tests.lightning.conftest import stream
-from transfer_queue.dataloader import fetching
 
 Make = Callable[..., TQDataModule]
 MakeTrainer = Callable[..., Trainer]
@@ -357,9 +357,8 @@ def test_a_validation_that_waits_for_a_missing_partition_repeats_the_reason(
 
 
 def test_a_wait_that_needs_no_hint_is_reported_by_the_run_alone_with_its_length(
-    data: Make, trainer: MakeTrainer, hints: Hints, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    data: Make, trainer: MakeTrainer, hints: Hints, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(fetching._Wait, "left_s", lambda wait: 0.01)  # requests are answered again and again
     dm = data(train=stream("train", num_batches=1))  # whose length is known, so that no hint applies
     dm.client.put(rows(2), partition_id="train")
 
@@ -368,7 +367,9 @@ def test_a_wait_that_needs_no_hint_is_reported_by_the_run_alone_with_its_length(
             dm.client.put(rows(2), partition_id="train")
 
     hints.then = put
-    trainer().fit(Recorder(), datamodule=dm)
+    fitted = trainer()
+    fitted.fit(Recorder(), datamodule=dm)
+    assert fitted.train_dataloader.dataset.report_every_s == math.inf
     said = [record.getMessage() for record in caplog.records if "2 ready" in record.getMessage()]
     assert len(said) == 2
     assert all(
