@@ -70,6 +70,8 @@ class Position:
         """
         saved = {name: getattr(self, name) for name in _SIZES if getattr(self, name) is not None}
         changed = {name: value for name, value in saved.items() if getattr(now, name) != value}
+        if (now.groups or 0) > (self.groups or 0):
+            changed.pop("groups", None)  # fewer might have no slot besides those of a larger batch that was drawn
         if changed:
             was = ", ".join(f"{name}={value}" for name, value in changed.items())
             current = ", ".join(f"{name}={getattr(now, name)}" for name in changed)
