@@ -100,8 +100,8 @@ def test_a_task_that_waits_long_is_a_warning_that_says_what_it_lacks_and_problem
     history.add(report(waiting=[waiting(12.0, lacking={"reward": 3})], lost_units=["unit1"]), 7.0)
     assert [problem["text"] for problem in history.problems] == [
         "storage unit 'unit1' ended, and its values with it.",
-        "task 'learn' waited 12.0 s for 4 samples of 'train': 3 lack field 'reward'. Check the producers, lower "
-        "batch_size, or wait longer (timeout_s).",
+        "task 'learn' waited 12.0 s for 4 samples of 'train': 3 lack field 'reward'. Check the producers, "
+        "or wait longer (timeout_s).",
     ]
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -129,7 +130,10 @@ def worker_pids() -> set[int]:
 
 def rss_mib() -> float:
     """This process and its workers, without the storage memory that they have mapped: that is the unit's to hold."""
-    parts = [part for process in [psutil.Process(), *workers_now()] for part in process.memory_maps()]
+    parts: list[Any] = []
+    for process in [psutil.Process(), *workers_now()]:
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            parts += process.memory_maps()
     return sum(part.rss for part in parts if not part.path.startswith("/memfd:transfer-queue-arena")) / 2**20
 
 
