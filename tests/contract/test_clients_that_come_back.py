@@ -69,6 +69,7 @@ def again(call: Callable[[], Any]) -> Any:
     return call()
 
 
+@pytest.mark.programs
 def test_puts_go_on_after_a_silence_longer_than_the_lease(queue):
     client = queue.client("away")
     kept = client.put({"x": torch.arange(3)}, partition_id="p")

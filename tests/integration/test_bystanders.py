@@ -56,6 +56,7 @@ def many_keys(partition: str) -> list[str]:
     return keys
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("verb", ["list keys", "force-fetch", "clear the partition", "statistics", "get", "put by key"])
 def test_small_puts_go_on_while_one_client_asks_about_a_large_partition(client, queue, name, verb):
     keys, other = many_keys(name), client_of(queue, "other")
@@ -134,6 +135,7 @@ def test_small_puts_that_fit_go_on_while_a_large_one_waits_for_room(client, queu
         one.close()
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("kind", ["bytes", "samples"])
 def test_a_large_put_is_not_starved_by_a_stream_of_small_ones(client, queue, name, kind):
     """Room comes back piece by piece, and small puts would take every piece."""

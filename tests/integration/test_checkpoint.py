@@ -85,6 +85,7 @@ def test_other_tools_can_read_the_values(saved):
     assert (metadata["storage_saved"], metadata["user_metadata"]) == (True, {"step": 3})
 
 
+@pytest.mark.programs
 def test_batches_in_flight_come_again_and_consumption_keys_and_tags_are_restored(tmp_path):
     with started() as client:
         meta = client.put(numbers(20), partition_id="p", tags=[{"n": n} for n in range(20)])
@@ -252,6 +253,7 @@ def test_controller_and_storage_can_be_saved_and_restored_apart(tmp_path):
         assert held(client) == (6, 6)
 
 
+@pytest.mark.programs
 def test_samples_without_values_are_saved_too(tmp_path):
     with started() as client:
         inserted = client.get_meta(["x"], 3, "p", mode="insert")
@@ -266,6 +268,7 @@ def test_samples_without_values_are_saved_too(tmp_path):
         assert values(client, fetch(client, 3, 0)) == [0, 9, 1]
 
 
+@pytest.mark.programs
 def test_pickled_values_are_saved_as_they_lie(tmp_path):
     with started(allow_pickle=True) as client:
         tq.kv_put("k", "p", {"x": threading.Event})
@@ -299,6 +302,7 @@ def test_a_checkpoint_of_an_empty_queue_can_be_loaded(tmp_path):
             fetch(client, 1, 1, partition="empty")
 
 
+@pytest.mark.programs
 def test_a_state_of_many_slices_is_saved_and_restored_whole(tmp_path):
     rows, keys = torch.arange(4000), [f"key {number}" for number in range(3500)]
     with started(units=3) as client:

@@ -324,6 +324,7 @@ def test_what_is_missing_is_a_file_not_found(filled, good, tmp_path, what):
         tq.load_checkpoint(tmp_path / "c")
 
 
+@pytest.mark.programs
 def test_a_file_outside_of_the_checkpoint_is_not_read(filled, good, tmp_path):
     shutil.copytree(good, tmp_path / "c")
     edit(tmp_path / "c" / "metadata.json", lambda metadata: metadata["controller"].update(name="../secret"))

@@ -109,6 +109,7 @@ def cleared_all_the_time(client: tq.TransferQueueClient, partition: str) -> Iter
         thread.join()
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("own_clear", [True, False], ids=["the client itself", "another client"])
 @pytest.mark.parametrize("processes", ["one", "each"])
 def test_threads_of_one_client_read_what_they_were_given_although_it_is_cleared_all_the_time(

@@ -475,6 +475,7 @@ def test_a_lease_that_waits_says_for_what(client, name, actor):
         client.lease(name, timeout_s=0.05)
 
 
+@pytest.mark.programs
 def test_a_fetch_that_waits_for_groups_that_no_worker_gets_says_why(client, name, actor):
     def text(task: str) -> str:
         with pytest.raises(tq.BatchTimeoutError) as caught:

@@ -191,6 +191,7 @@ def test_a_stream_at_a_stopped_server_loses_no_sample(client, queue, name):
 # ---- at any moment ----
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("verb", ["put", "kv_put"])
 def test_puts_while_the_server_stops_again_and_again_have_one_effect_or_none(client, queue, name, verb):
     seed = random.randrange(10**6)

@@ -435,6 +435,7 @@ def put_a_new_field_and_end(partition: str, indexes: list[int]) -> None:
     die()
 
 
+@pytest.mark.programs
 def test_a_process_that_did_nothing_but_put_a_new_field_is_known_and_missed_when_it_is_killed(client, name, fork):
     meta = client.put(rows(a=torch.arange(2)), partition_id=name)
     assert ended(fork(put_a_new_field_and_end, name, meta.global_indexes)) == -signal.SIGKILL

@@ -20,6 +20,8 @@ import transfer_queue as tq
 from transfer_queue.config import merge
 from transfer_queue.launch.member import MemberServer
 
+pytestmark = pytest.mark.programs
+
 Serve = Callable[..., subprocess.Popen[str]]
 LISTEN = ("--listen", "tcp://127.0.0.1:0")
 

@@ -26,6 +26,7 @@ def check(summary: dict[str, Any]) -> None:
     assert (summary["live_nbytes"], summary["held_nbytes"]) == (0, 0)
 
 
+@pytest.mark.programs
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("tight", "arena"),
@@ -40,6 +41,7 @@ def test_random_work_of_processes_that_are_killed_reads_no_wrong_byte_and_leaves
     check(soak(Options(SHORT_S, SEED, 0.6, tight, arena), tmp_path))
 
 
+@pytest.mark.programs
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("tight", [pytest.param(False, id="roomy", marks=SLOW), pytest.param(True, id="tight")])
 def test_the_same_where_every_server_has_a_process_of_its_own(tmp_path, tight):

@@ -170,6 +170,7 @@ def test_a_directory_that_can_not_be_made_is_refused_at_the_start(tmp_path):
         tq.init(spilling(tmp_path / "file"))
 
 
+@pytest.mark.programs
 def test_objects_go_to_disk_and_come_back_with_their_types(client):
     values = [{"k": bytes(300_000), "n": n} for n in range(64)]
     metas = [client.put(rows(o=NonTensorStack(each)), partition_id="p") for each in values]

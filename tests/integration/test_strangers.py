@@ -191,6 +191,7 @@ def server_memory(queue: Any) -> int:
     return int(psutil.Process(server_pids(queue)[0]).memory_info().rss)
 
 
+@pytest.mark.programs
 def test_large_answers_that_nobody_takes_are_released_with_their_client(client, queue, name):
     client.put({"x": torch.zeros(8, 500_000)}, partition_id=name)
     with hello(queue, "deaf") as bare:

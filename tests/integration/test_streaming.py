@@ -276,6 +276,7 @@ def test_ranks_in_lockstep_end_together_as_the_tail_policy_says(queue, client, n
         assert results[1][-1][1].padding_mask == [False, False, True, True]
 
 
+@pytest.mark.programs
 def test_ranks_in_lockstep_share_rounds_also_with_workers(queue, client, name):
     client.register_task(name, dp_size=2)
     produce(client, name, [50])

@@ -21,6 +21,7 @@ def stream(conf: Any, partition: str) -> tq.StreamingDataset:
     return tq.StreamingDataset(conf, BATCH, BATCH, ["x"], partition, "t", 0)
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("width", [1, 100_000], ids=["small", "large"])
 def test_a_stream_goes_on_after_a_server_that_stood_still_for_longer_than_its_deadline(client, queue, name, width):
     for at in range(0, ROWS, BATCH):

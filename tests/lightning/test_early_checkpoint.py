@@ -21,6 +21,8 @@ from lightning_tq import PartitionSwitch, TQCheckpoint, TQDataModule
 from lightning_tq.queue_room import Room
 from tests.lightning.conftest import stream
 
+pytestmark = pytest.mark.programs
+
 MakeTrainer = Callable[..., Trainer]
 Indexes = list[int]
 

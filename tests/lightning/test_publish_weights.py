@@ -150,6 +150,7 @@ def test_weights_can_be_selected_by_module_and_pattern_and_cast(data: Make, trai
     assert weights.info == {"version": 1, "five": 5}
 
 
+@pytest.mark.programs
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_names_of_a_compiled_module_are_those_of_the_module(data: Make, trainer: MakeTrainer) -> None:
     class Compiled(Recorder):

@@ -48,6 +48,7 @@ def saving(asynchronous: bool, folder: str | Path = KEPT, **options: Any) -> lis
     return [TQCheckpoint(asynchronous), ModelCheckpoint(folder, "{step}", every_n_train_steps=1, **options)]
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "in the background"])
 def test_a_resumed_run_goes_on_from_a_url(
     data: Make, trainer: MakeTrainer, files: type[FlakyFileSystem], asynchronous: bool

@@ -322,6 +322,7 @@ def test_validating_a_checkpoint_keeps_the_partitions_that_training_moved_on_fro
     assert sorted(dm.client.get_partition_list()) == ["train@0", "train@1", "val"]
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("options", [{}, {"num_batches": 4}, {"num_workers": 2}], ids=["unknown", "known", "workers"])
 def test_a_replayed_stream_resumes_within_the_saved_epoch(
     data: Make, trainer: MakeTrainer, tmp_path: Path, options: dict[str, Any]

@@ -300,6 +300,7 @@ def join_and_wait() -> None:
     threading.Event().wait()
 
 
+@pytest.mark.programs
 def test_a_producer_that_has_joined_and_put_nothing_is_said_to_run(trainer: MakeTrainer, hints: Hints) -> None:
     hints.then = lambda text: fill(tq.get_client(), "train@0", 8) if "is running" in text else None
     with TQDataModule(
