@@ -115,10 +115,11 @@ class StreamReader:
         rule = replace(run.ack_rule, ack="never") if self.replay or not self.reads_queue else run.ack_rule
         self.progress = Progress(each.label, rule if each.stage == "train" else None, position)
         rows = stream.batch_size if stream.micro_batch_size is None else stream.micro_batch_size
-        self._sizes: dict[str, Any] = {
+        sizes: dict[str, Any] = {
             "batch_size": stream.batch_size, "micro_batch_size": rows, "dp_size": run.topology.dp_size
         }  # fmt: skip
-        self._groups = stream.sampler.groups if isinstance(stream.sampler, GroupSampler) else None
+        groups = stream.sampler.groups if isinstance(stream.sampler, GroupSampler) else None
+        self._numbering = {**sizes, "groups": groups}  # what decides how batches are numbered
         self._unfetched: UnfetchedBatch | None = None
         self._just_acked: list[str] = []
         self._told: tuple[str, int] | None = None
@@ -127,7 +128,7 @@ class StreamReader:
         self._items: Any = None
         self.dataset = ReaderDataset(
             config=None, data_fields=stream.fields, partition_id="", task_name=stream.task,
-            dp_rank=run.topology.dp_rank, **self._sizes, sampling_config=stream.sampling_config,
+            dp_rank=run.topology.dp_rank, **sizes, sampling_config=stream.sampling_config,
             prefetch=stream.prefetch, layout=stream.layout, timeout_s=stream.timeout_s, where=stream.where,
             should_stop=run.watchdog.stopped.is_set, head_fields=stream.head_fields, fetch_batch_fn=stream.record,
         )  # fmt: skip
@@ -213,7 +214,7 @@ class StreamReader:
         replays = self.replay and resumed_in is None
         # An ack covers all earlier batches, so the task can't read the first ones again.
         acked = 0 if replays or self.stage != "train" else self._statistic(name, "settled")
-        first = Position(partition_id=name, batch_index=acked, epoch=epoch, groups=self._groups, **self._sizes)
+        first = Position(partition_id=name, batch_index=acked, epoch=epoch, **self._numbering)
         self._unfetched = None
         trained = self.progress.position
         before = self.progress.partition or (None if trained is None else trained.partition_id)
@@ -267,8 +268,7 @@ class StreamReader:
 
     def _delivered(self) -> TQBatch:
         data, meta, *heads = self._next_item()
-        where = self.dataset.state_dict()
-        position = Position(**where, epoch=self.progress.epoch, groups=self._groups, **self._sizes)
+        position = Position(**self.dataset.state_dict(), epoch=self.progress.epoch, **self._numbering)
         batch = TQBatch(data, meta, position, *heads)
         if self.device_copies is not None:
             batch.copy_ahead(self.device_copies)

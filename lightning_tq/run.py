@@ -274,9 +274,11 @@ class Run:
 
     def _warn(self, key: str | None, text: str) -> None:
         """Once per key, or each time without one."""
-        if key not in self._warned:
-            self._warned.update(() if key is None else (key,))
-            logger.warning(text)
+        if key in self._warned:
+            return
+        if key is not None:
+            self._warned.add(key)
+        logger.warning(text)
 
 
 def run_of(trainer: Trainer, callback: str = "this callback") -> Run:

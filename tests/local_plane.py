@@ -69,6 +69,7 @@ def _check(partition: Partition) -> None:
     assert (np.diff(index) > 0).all(), "indexes ascend"
     assert np.count_nonzero(state == RowState.LIVE) == partition.num_live, "live rows are counted"
     assert np.isin(state, (RowState.RESERVED, RowState.RESERVED_FREE)).sum() == partition.num_reserved, "reserved rows"
+    assert np.count_nonzero(state == RowState.HEAD) == partition.num_heads_held, "heads are counted"
     assert np.count_nonzero(state == RowState.DEAD) == partition.table.num_dead, "dead rows are counted"
     partition.free.check_invariants((state == RowState.FREE).nonzero()[0])
     known = set(index[state != RowState.DEAD].tolist())

@@ -266,14 +266,20 @@ def _wait(stats: Numbers, waiting: Numbers) -> Finding:
     partition = stats["partitions"].get(name)
     if partition is None:
         return _fetch({**waiting, "elsewhere": _holds(stats["partitions"])})
-    lacking = [partition.get("produced", {}).get(field, math.inf) for field in waiting.get("lacking", ())]
     own = {
-        "given": [task for task, its in partition["tasks"].items() if its["consumed"] > min(lacking, default=math.inf)],
+        "given": _given(partition, waiting.get("lacking", ())),
         "known_fields": partition["fields"], "reserved": partition["held"], "sealed": partition["sealed"],
         "lost": {field: count for field, count in partition["lost"].items() if field in waiting["fields"]},
         "groups": partition.get("groups", {}),
     }  # fmt: skip
     return _fetch({**waiting, **own, **({} if partition["put_total"] else {"last_published_s": None})})
+
+
+def _given(partition: Numbers, lacking: Iterable[str]) -> list[str]:
+    """The tasks that were given more samples than have each of these fields: they may be those that add one."""
+    produced = partition.get("produced", {})
+    least = min((produced.get(field, math.inf) for field in lacking), default=math.inf)
+    return [task for task, its in partition["tasks"].items() if its["consumed"] > least] if least < math.inf else []
 
 
 def _holds(partitions: Numbers) -> str:

@@ -281,12 +281,14 @@ def restore_queue(client: TransferQueueClient, checkpoint: AnyPath, pattern: str
         CheckpointError: what was saved is damaged, or the queue holds only other partitions than training needs.
     """
     path = os.fspath(checkpoint)
-    held = client.get_partition_list()
     linked = path if _is_url(path) else os.path.realpath(path)  # last.ckpt may be a link to another one
-    for saved in map(queue_path, dict.fromkeys((path, linked))):
-        if held:
-            _check_held(held, saved, pattern, task)
-            continue
+    places = [queue_path(each) for each in dict.fromkeys((path, linked))]
+    if held := client.get_partition_list():
+        if not fnmatch.filter(held, pattern):
+            for saved in places:
+                _check_held(held, saved, pattern, task)
+        return
+    for saved in places:
         try:
             client.load_checkpoint(saved)
         except CheckpointNotFoundError as error:
@@ -298,17 +300,16 @@ def restore_queue(client: TransferQueueClient, checkpoint: AnyPath, pattern: str
             continue
         logger.info(f"the queue was restored from {saved}.")
         return
-    if not held:
-        logger.warning(
-            f"training resumes from {path}, but the queue is empty and none was saved next to it. Its samples are "
-            f"lost, and training reads newly put ones. The callback TQCheckpoint saves the queue with each checkpoint."
-        )
+    logger.warning(
+        f"training resumes from {path}, but the queue is empty and none was saved next to it. Its samples are lost, "
+        f"and training reads newly put ones. The callback TQCheckpoint saves the queue with each checkpoint."
+    )
 
 
 def _check_held(held: list[str], saved: str, pattern: str, task: str) -> None:
     """Raise CheckpointError where training would wait for samples of a saved queue that was not restored."""
     try:
-        partitions = {} if fnmatch.filter(held, pattern) else describe_checkpoint(saved)["partitions"]
+        partitions = describe_checkpoint(saved)["partitions"]
     except CheckpointError:  # a queue that lives needs no saved one
         return
     for name in fnmatch.filter(partitions, pattern):

@@ -256,6 +256,10 @@ def test_what_cannot_be_served_is_one_error_that_names_it(serve, options, what):
     assert what in refused(serve(*options))
 
 
+def test_a_directory_whose_sockets_would_have_too_long_names_is_one_error_that_says_so(serve, tmp_path):
+    assert "/controller: AF_UNIX path too long." in refused(serve("--directory", str(tmp_path / ("long" * 30))))
+
+
 def test_values_of_another_backend_can_not_be_served(serve, tmp_path):
     (tmp_path / "queue.yaml").write_text("backend: {storage_backend: RayStore}")
     assert "backend 'RayStore' don't lie in servers" in refused(serve("--config", str(tmp_path / "queue.yaml")))

@@ -26,10 +26,13 @@ def group_numbers(state: PlaneState, partition: Partition, now: float) -> dict[s
         sampler = leases.sampler(task)
         budget, per_step = (0, 0) if sampler is None else (sampler.budget, sampler.groups)
         here = sum(group.is_charged and task in group.terms.tasks for group in groups.live.values())
-        own = {"used": leases.trainers[task].charged, "here": here, "budget": budget, "per_step": per_step}
-        slots[task] = own if sampler is None else own | {"limits": list(sampler.limits)}
-        if sampler is not None and sampler.gate is not None:
-            slots[task]["gate"] = sampler.gate
+        own = slots[task] = {
+            "used": leases.trainers[task].charged, "here": here, "budget": budget, "per_step": per_step
+        }  # fmt: skip
+        if sampler is not None:
+            own["limits"] = [name for name, admitted in sampler.admitted.items() if admitted == budget]
+            if sampler.gate is not None:
+                own["gate"] = sampler.gate
     first = leases.oldest_of(partition.name)
     oldest = None if first is None else {
         "worker": first.worker.client, "key": partition.keys.key_of(first.group.index), "age_s": now - first.since,

@@ -107,12 +107,12 @@ class Groups:
 
     def numbers(self) -> dict[str, int]:
         """How many groups are in each state; of those that have left, all that ever did."""
-        return dict(self.counts + Counter({WAITING: sum(fresh.count for fresh in self.fresh.values())}))
+        return dict(self.counts + Counter({WAITING: self.num_fresh}))
 
-    def num_left_heads(self) -> int:
-        """The number of heads that are kept although their groups have left."""
-        heads = np.count_nonzero(_IS_HEAD[self._table.column("state")])
-        return int(heads) - len(self.live) - sum(fresh.count for fresh in self.fresh.values())
+    @property
+    def num_fresh(self) -> int:
+        """The number of groups that wait for their first lease."""
+        return sum(fresh.count for fresh in self.fresh.values())
 
     def heads_of(self, rows: Rows) -> Indexes:
         """[len(rows)] By member's row the index of its head, -1 for other rows."""

@@ -80,6 +80,11 @@ class Partition:
         return self.table.size - self.table.num_dead - self.free.count
 
     @property
+    def num_heads_held(self) -> int:
+        """Heads of groups, also of those that have left."""
+        return self.num_used - self.num_live - self.num_reserved
+
+    @property
     def is_final(self) -> bool:
         """Whether no more samples will come: it is sealed, and none of its groups is still worked on."""
         return self.sealed and (self.groups is None or not self.groups.may_grow)

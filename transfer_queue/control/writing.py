@@ -285,7 +285,8 @@ def held_up_by(state: PlaneState) -> str:
     )  # fmt: skip
     said = f"{text[0].upper()}{text[1:]}. " if text else ""
     for partition in state.partitions.values():
-        left = 0 if partition.groups is None else partition.groups.num_left_heads()
+        groups = partition.groups
+        left = 0 if groups is None else partition.num_heads_held - len(groups.live) - groups.num_fresh
         if left:
             said += (
                 f"{left:,} heads of groups that have left (rejected, failed, expired or stale) take room in partition "

@@ -60,7 +60,8 @@ def serve(
         except TransferQueueError:
             raise
         except OSError as error:
-            raise LaunchError(f"can't listen at {merged.listen or orders.address}: {error.strerror}.") from error
+            place = merged.listen or orders.address
+            raise LaunchError(f"can't listen at {place}: {error.strerror or error}.") from error
     finally:
         if directory is None:
             remove_directory(where)

@@ -111,19 +111,21 @@ class GroupSampler(RoundSampler):
     @property
     def budget(self) -> int:
         """The number of slots."""
-        slots = math.ceil(self.oversample * (self.ahead + 1) * self.groups)
-        if self.stale == "wait" and self.max_staleness is not None:
-            return min(slots, (self.max_staleness + 1) * self.groups)
-        return slots
+        return min(self.admitted.values()) if self.stale == "wait" else self.admitted["ahead"]
+
+    @property
+    def admitted(self) -> dict[str, int]:
+        """By option, how many groups it lets workers be ahead of training."""
+        admitted = {"ahead": math.ceil(self.oversample * (self.ahead + 1) * self.groups)}
+        if self.bound is not None:
+            admitted["max_staleness"] = (self.bound + 1) * self.groups
+        return admitted
 
     @property
     def limits(self) -> dict[str, int]:
         """The options that keep workers from going further ahead, with values that would let them."""
-        admitted = {"ahead": math.ceil(self.oversample * (self.ahead + 1) * self.groups)}
-        if self.bound is not None:
-            admitted["max_staleness"] = (self.bound + 1) * self.groups
-        least = min(admitted.values())
-        return {name: getattr(self, name) + 1 for name, groups in admitted.items() if groups == least}
+        least = min(self.admitted.values())
+        return {name: getattr(self, name) + 1 for name, groups in self.admitted.items() if groups == least}
 
     @property
     def order_key(self) -> Any:

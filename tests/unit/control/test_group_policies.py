@@ -53,6 +53,13 @@ def test_a_subclass_draws_groups_as_its_base_does_by_its_own_choice():
     assert [queue.draw("actor", batch=index) for index in range(2)] == [[second.head], [first.head]]
 
 
+@pytest.mark.parametrize(("stale", "limits"), [("drop", ["ahead"]), ("wait", ["max_staleness"])])
+def test_full_slots_are_put_down_to_the_options_that_bound_them(stale, limits):
+    queue = a_queue(GroupSampler(groups=1, ahead=4, max_staleness=1, stale=stale))
+    stats = queue.ask(TRAINER, p.GetStats).value
+    assert stats["partitions"][PART]["groups"]["slots"]["actor"]["limits"] == limits
+
+
 def test_a_close_that_is_repeated_says_that_its_rows_are_stored():
     queue = a_queue(GroupSampler(groups=1, ahead=3))
     (lease,) = queue.lease()
