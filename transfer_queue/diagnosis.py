@@ -279,7 +279,8 @@ def _given(partition: Numbers, lacking: Iterable[str]) -> list[str]:
     """The tasks that were given more samples than have each of these fields: they may be those that add one."""
     produced = partition.get("produced", {})
     least = min((produced.get(field, math.inf) for field in lacking), default=math.inf)
-    return [task for task, its in partition["tasks"].items() if its["consumed"] > least] if least < math.inf else []
+    done = {task: its["consumed"] - its.get("in_hand", 0) for task, its in partition["tasks"].items()}
+    return [task for task, count in done.items() if count > least] if least < math.inf else []
 
 
 def _holds(partitions: Numbers) -> str:
@@ -348,6 +349,8 @@ def _causes(facts: Numbers) -> Iterator[str]:
         yield f"{facts['ready']:,} ready"
     for name, count in facts.get("lacking", {}).items():
         yield f"{count:,} lack{'s' * (count == 1)} field {name!r}"
+    for client, count in facts.get("in_hand", {}).items():
+        yield f"client {client} has taken {count:,} to add a field, and not put it yet"
     if count := facts.get("unmatched"):
         yield f"{count:,} do{'es' * (count == 1)}n't match the filter"
     if count := facts.get("reserved"):

@@ -15,7 +15,7 @@ step::
 - The **prompts process** (``prompts.py``) fills ``val`` once, then ``train@0``, ``train@1``, … while there is space.
   ``queue.total_storage_size`` limits how far it runs ahead, and ``PartitionSwitch`` clears trained partitions.
 - The **teacher processes** (``teacher.py``) read the prompts as the task ``label`` and add the field ``logits`` to the
-  same samples. With ``dp_size`` they share each partition without communication.
+  same samples. Each prompt goes to one of them. If that one dies, it goes to the other, and the process starts again.
 - The **trainer** (``student.py``) reads prompts and logits, so a sample is ready when both exist. It minimises the
   divergence from the teacher's next-token distribution.
 - **Validation** reads ``val`` again in every epoch; the teacher labels it once.

@@ -49,7 +49,7 @@ def test_an_image_in_the_head_is_held_once() -> None:
 def test_episodes_of_killed_workers_are_continued(tmp_path: Path) -> None:
     pytest.importorskip("textarena", reason="needs pip install -e '.[examples]'")
     pytest.importorskip("matplotlib", reason="needs pip install -e '.[examples]'")
-    printed = run("-m", "examples.agents.train", "--steps=3", "--turns-to-live=500", f"--folder={tmp_path}")
+    printed = run("-m", "examples.agents.train", "--steps=3", "--turns-to-live=100", f"--folder={tmp_path}")
     assert "episodes            192, of" in printed  # 3 steps of 8 groups of 8
     found = re.search(r"workers killed +(\d+); (\d+) episodes were continued", printed)
     assert found is not None, printed

@@ -112,6 +112,21 @@ def test_batches_in_flight_come_again_and_consumption_keys_and_tags_are_restored
         assert client.put(numbers(1), partition_id="r").global_indexes > meta.global_indexes
 
 
+def test_samples_that_lacked_a_field_in_the_hand_of_its_producer_are_given_out_again_after_a_load(tmp_path):
+    asked = (["x"], 4, "p", "fetch", "add", None, 30.0, None, "y")
+    with started(units=1) as client:
+        client.put(numbers(4), partition_id="p")
+        client.seal_partition("p")
+        first = client.get_meta(*asked).select_samples([0])
+        client.put({"y": torch.zeros(1)}, metadata=first)
+        with pytest.raises(tq.EndOfPartitionError):
+            client.get_meta(*asked)
+        client.save_checkpoint(tmp_path / "c")
+    with started(units=1) as client:
+        client.load_checkpoint(tmp_path / "c")
+        assert values(client, client.get_meta(*asked)) == [1, 2, 3]
+
+
 def test_a_load_replaces_what_the_queue_held_and_answers_who_waits(tmp_path):
     with started() as client:
         client.put(numbers(8), partition_id="p")

@@ -112,6 +112,29 @@ def work_until_killed(folder: str, worker: int) -> None:
         lease.close(rows(2, start=100 * int(lease.head["number"][0])))
 
 
+def produce_numbers(count: int) -> None:
+    """The field "x" alone."""
+    client = tq.get_client()
+    client.put(rows(count).select("x"), partition_id="train")
+    client.seal_partition("train")
+
+
+def add_text_until_killed(folder: str, worker: int) -> None:
+    """Adds the field "text". Worker 0 is killed, the first time, with samples in hand of which it has done one."""
+    client = tq.get_client()
+    while True:
+        try:
+            meta = client.get_meta(["x"], 4, "train", task_name="add", adds=["text"])
+        except tq.EndOfPartitionError:
+            return
+        numbers = client.get_data(meta, layout="dense")["x"][:, 0].int().tolist()
+        own = meta.select_samples([0]) if worker == 0 and not any(Path(folder).iterdir()) else meta
+        client.put({"text": [f"row {number}" for number in numbers[: own.size]]}, metadata=own)
+        if own is not meta:
+            Path(folder, "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def produce_sizes(train: list[int], val: list[int]) -> None:
     """Rows of train@0, val@0, train@1, ... by these counts per epoch, put one by one while readers wait."""
     client = tq.get_client()

@@ -46,6 +46,16 @@ def test_a_killed_worker_is_started_again_and_each_prompt_is_trained_once(
     )
 
 
+def test_samples_that_a_killed_process_was_to_add_a_field_to_go_to_others(trainer: MakeTrainer, tmp_path: Path) -> None:
+    adders = Producer(target=producing.add_text_until_killed, args={"folder": str(tmp_path)}, count=2, restarts=1)
+    numbers = Producer(target=producing.produce_numbers, args={"count": 24})
+    train = Stream(partition="train", task="learn", fields=FIELDS, batch_size=4)
+    model = Recorder()
+    trainer().fit(model, datamodule=TQDataModule(train=train, queue={"units": 1}, producers=[numbers, adders]))
+    assert list(tmp_path.iterdir()), "one was killed"
+    assert len(model.indexes()) == len(set(model.indexes())) == 24
+
+
 def test_the_failure_after_the_last_restart_ends_the_run(
     trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -84,6 +84,7 @@ class Gets(ClientBase):
         sampling_config: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
         where: str | None = None,
+        adds: Sequence[str] | str | None = None,
     ) -> BatchMeta:
         """Metadata of samples.
 
@@ -99,6 +100,10 @@ class Gets(ClientBase):
             timeout_s: Longest wait of a fetch (None: TQ_CONTROLLER_GET_METADATA_TIMEOUT, or 0 when polling).
             where: Only samples whose tags match, such as ``"policy_version >= 7 and env == 'math'"``. The others stay
                 for other fetches. A missing tag matches no comparison. docs/semantics.md has the grammar.
+            adds: Fields that you will put onto these samples, as a teacher or a reward model does. What you have not
+                put when your process ends, or when the queue is restored from a checkpoint, goes to other clients of
+                the task. They get the end of a sealed partition once no sample is in another's hands. A batch with
+                a ``dp_rank`` can't have it.
         Returns:
             Empty ("not yet") only when the queue is configured with ``polling_mode``.
         Raises:
@@ -111,9 +116,13 @@ class Gets(ClientBase):
             >>> batch = client.get_meta(["x"], 2, "train", task_name="update_actor", where="policy_version == 7")
             >>> client.get_data(batch)["x"]
             tensor([1, 2])
+            >>> prompts = client.get_meta(["x"], 4, "train", task_name="teacher", adds=["logits"])
+            >>> meta = client.put({"logits": torch.zeros(4, 8)}, metadata=prompts)
         """
         if partition_id is None:
             raise InvalidRequestError("get_meta needs a partition_id.")
+        if adds and mode != "fetch":
+            raise InvalidRequestError(f"get_meta can't have adds={adds!r} in mode {mode!r}, only in mode 'fetch'.")
         if mode == "force_fetch":
             named = None if data_fields is None else as_names(data_fields)
             return joined(await self.pages(p.Describe, p.Batch, partition_id, named, None))
@@ -124,19 +133,15 @@ class Gets(ClientBase):
                 f"unknown mode {mode!r}; did you mean {near[0]!r}? Also: fetch, insert, force_fetch."
             )
         if mode == "insert":
-            if batch_size is None:
-                raise InvalidRequestError("get_meta in mode 'insert' needs a batch_size.")
-            wait_s = await self.put_timeout_s()
-            return to_meta(
-                await self.session.ask(p.Insert, p.Batch, partition_id, batch_size, fields, wait_s, wait_s=wait_s)
-            )
+            return await self._insert(partition_id, batch_size, fields)
         if task_name is None:
             raise InvalidRequestError("get_meta in mode 'fetch' needs a task_name, which names the consumer.")
         polling = (await self.session.config()).controller.polling_mode
         wait_s = timeout_s if timeout_s is not None else (0.0 if polling else fetch_wait_s())
         config = sampling_config if where is None else {**(sampling_config or {}), "where": where}
         fetch = fetch_request(fields, batch_size or 0, partition_id, task_name, config, wait_s)
-        reply, _ = await self._fetched(msgspec.structs.replace(fetch, id=self.session.number()))
+        fetch = msgspec.structs.replace(fetch, id=self.session.number(), adds=as_names(adds or []))
+        reply, _ = await self._fetched(fetch)
         if isinstance(reply, p.NotReady):
             if polling:
                 return BatchMeta.empty()
@@ -147,6 +152,12 @@ class Gets(ClientBase):
                 f"its groups have left since it was drawn. Ask for a later batch_index."
             )
         return self._to_read(reply)
+
+    async def _insert(self, partition: str, count: int | None, fields: list[str]) -> BatchMeta:
+        if count is None:
+            raise InvalidRequestError("get_meta in mode 'insert' needs a batch_size.")
+        wait_s = await self.put_timeout_s()
+        return to_meta(await self.session.ask(p.Insert, p.Batch, partition, count, fields, wait_s, wait_s=wait_s))
 
     async def async_fetch_batch(self, fetch: p.Fetch) -> FetchedBatch | p.NotReady:
         """One fetch, which waits in the controller for up to ``fetch.wait_s`` seconds.

@@ -10,7 +10,7 @@ import msgspec
 
 from transfer_queue import protocol as p
 from transfer_queue.calls import MORE, Call, More, Name, Wait
-from transfer_queue.control import following, group_work
+from transfer_queue.control import adding, following, group_work
 from transfer_queue.control.draw import Task
 from transfer_queue.control.group_numbers import group_numbers
 from transfer_queue.control.partition import Partition
@@ -30,6 +30,8 @@ def fetch(state: PlaneState, call: Call, request: p.Fetch) -> p.Reply | Wait:
     dp_size = check_fetch(request, task)
     if (trainer := state.leases.trainers.get(request.task)) is not None and trainer.batches:
         _hear_of_trained(state, call, request, dp_size)
+    if request.adds:
+        adding.begin(state, call, request, task)
     return _Reader(state, call, request).begin(task, dp_size)
 
 
@@ -91,17 +93,26 @@ class _Reader:
             following.wrote(state, partition, fetch.task, served.written)
             if state.waits.count:
                 self._wake_others(served)
-        if isinstance(reply, p.Batch) and fetch.batch_index is None:
-            for each in served.holdings(state, reply):
-                state.calls.hold(self._call, each)
-            if reply.batch_index is None and partition.groups is not None:
-                group_work.reads(state, self._call)
+        if isinstance(reply, p.Batch):
+            self._hold(served, reply)
+        elif isinstance(reply, p.Ended) and adding.others_go_on(state, self._call, served):
+            reply = None
         if reply is None:
             _wake_in_time(state, self._line, served.decided_by_time(now))
             self._check_producers(now)
         if reply is not None or not late:
             return reply
         return self._not_ready(served, now) if served.finish_comparing() else MORE
+
+    def _hold(self, served: ServedFetch, batch: p.Batch) -> None:
+        state = self._state
+        if served.adds:
+            state.calls.hold(self._call, adding.InHand(state, served))
+        elif self._fetch.batch_index is None:
+            for each in served.holdings(state, batch):
+                state.calls.hold(self._call, each)
+            if batch.batch_index is None and served.partition.groups is not None:
+                group_work.reads(state, self._call)
 
     def _wake_others(self, served: ServedFetch) -> None:
         """Rounds may have been drawn, also without an own batch, and ends decided."""
@@ -147,6 +158,8 @@ class _Reader:
 
     def _not_ready(self, served: ServedFetch, now: float) -> p.NotReady:
         reply = served.not_ready(now)
+        held = adding.in_hand(self._state, served.partition, [*reply.lacking, *served.adds])
+        reply = msgspec.structs.replace(reply, in_hand=held)
         if self._is_about_groups(served.partition):
             reply = msgspec.structs.replace(reply, groups=group_numbers(self._state, served.partition, now))
         if not served.partition.num_reserved:

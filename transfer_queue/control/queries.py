@@ -12,6 +12,7 @@ import numpy as np
 
 from transfer_queue import protocol as p
 from transfer_queue.calls import PAGE, Call, Holding, Name, Wait
+from transfer_queue.control.adding import in_hand
 from transfer_queue.control.checkpoints import Freezing
 from transfer_queue.control.group_numbers import group_numbers
 from transfer_queue.control.partition import Partition
@@ -225,17 +226,19 @@ def _wanted_by(state: PlaneState, request: p.Fetch, now: float) -> dict[str, Any
     ``unmatched``: samples that lack nothing, and don't match the fetch's filter.
     """
     task, partition = state.tasks.get(request.task), state.partitions.get(request.partition)
+    held: dict[str, int] = {}
     try:
         if partition is None:
             missing = p.NotReady(request.id, task.needed(request), 0, 0)
         else:
             served = ServedFetch(state, request, partition, task, task.size_for(request))
             missing = served.not_ready(now)
+            held = in_hand(state, partition, [*missing.lacking, *served.adds])
     except TransferQueueError as error:  # the next request of its task gets this error
         return {"fields": request.fields, "refused": str(error)}
     return {
         "fields": request.fields, "wanted": missing.wanted, "ready": missing.ready, "lacking": missing.lacking,
-        "unmatched": missing.unmatched,
+        "unmatched": missing.unmatched, "in_hand": held,
     }  # fmt: skip
 
 
@@ -248,6 +251,7 @@ def _partition_stats(state: PlaneState, partition: Partition, now: float) -> dic
             "ready": consumer.ready_counts(),
             "consumed": partition.num_live - consumer.num_unconsumed,
             "done_total": consumer.num_done,
+            **({"in_hand": consumer.num_in_hand} if consumer.adds else {}),
             "in_flight": len(consumer.ledger),
             "in_flight_samples": consumer.ledger.num_open_samples,
             "drawn": consumer.ledger.end,

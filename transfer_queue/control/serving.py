@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from transfer_queue.calls import MORE, Holding, More, Until
 from transfer_queue.control import following, group_work
-from transfer_queue.control.consumer import UNLEDGERED, Consumer, StreamEnd
+from transfer_queue.control.consumer import IN_HAND, UNLEDGERED, Consumer, StreamEnd
 from transfer_queue.control.draw import Draw, Share, Task, foreign
 from transfer_queue.control.filtered import FilteredSet
 from transfer_queue.control.group_record import Group
@@ -90,6 +90,7 @@ class Taken(Holding):
         self.consumer = served.consumer  # the object itself, because the task may be deleted and created again
         self._num_resets = served.consumer.ledger.num_resets
         self.drawn, self.batch, self._token = served.drawn, batch, token
+        self._mark = IN_HAND if served.adds else UNLEDGERED
 
     def undo(self) -> bool:
         partition = self._state.partitions.get(self._partition)
@@ -103,9 +104,9 @@ class Taken(Holding):
         consumer = partition.consumers.get(self.consumer.task)
         if consumer is None:
             return
-        drawn, number = self.drawn, UNLEDGERED
+        drawn, number = self.drawn, self._mark
         if self.batch is None:
-            if consumer is not self.consumer or consumer.ledger.num_resets != self._num_resets:
+            if not self._is_current(partition):
                 return  # it may be drawn again already
         else:
             entry = consumer.ledger.get(self.batch)
@@ -122,6 +123,20 @@ class Taken(Holding):
         consumer.release(rows[found], number)
         if partition.groups is not None and len(rows):
             group_work.undrew(self._state, partition, consumer.task, partition.groups.of_rows(rows[found]))
+
+    def _is_current(self, partition: Partition) -> bool:
+        """Whether the task still knows what it drew without a ledger."""
+        consumer = partition.consumers.get(self.consumer.task)
+        return consumer is self.consumer and consumer.ledger.num_resets == self._num_resets
+
+    def in_hand(self) -> Indexes:
+        """The drawn samples that still lack a field which their client is to add."""
+        partition = self._state.partitions.get(self._partition)
+        if partition is None or not self._is_current(partition):
+            return NO_INDEXES
+        rows, found = partition.table.find(self.drawn)
+        left: Indexes = self.drawn[found][self.consumer.given[rows[found]] == IN_HAND]
+        return left
 
 
 class Reading(Holding):
@@ -170,6 +185,7 @@ class ServedFetch:
         self._groups = partition.groups if isinstance(task.sampler, GroupSampler) else None
         self.consumer: Consumer = partition.consumer(fetch.task)
         self._dp_size = dp_size
+        self.adds = tuple(fetch.adds)
         self.drawn = NO_INDEXES
         """The samples of a batch without ledger entry."""
         self.written: list[BatchKey] = []
@@ -193,6 +209,8 @@ class ServedFetch:
 
     def answer(self, now: float, may_draw: bool) -> Batch | Ended | More | None:
         """The answer, or None if it is not decided yet."""
+        if self.adds:
+            self.consumer.check_adds(self.adds)
         batch_index = self._batch_index()
         if batch_index is not None:
             if self._is_past_end(batch_index):
@@ -329,6 +347,8 @@ class ServedFetch:
             if self._groups is not None:
                 group_work.drew(self._state, self.partition, self._fetch.task, [(self.client, None, shares[0].rows)])
             self.consumer.give(shares[0].consumed, UNLEDGERED)
+            if self.adds:
+                self.consumer.hand(np.intersect1d(fresh, shares[0].rows), self.adds)
             return self._batch(shares[0].indexes, shares[0].rows, padding=shares[0].padding)
         entries = [self._write(rank, draw.batch_index, share) for rank, share in zip(draw.ranks, shares, strict=False)]
         if self._groups is not None:  # before their rows leave the ready set, which would make them closed once more

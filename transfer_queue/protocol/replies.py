@@ -110,7 +110,7 @@ class NotReady(Reply, frozen=True):
     partition are being written, by the clients ``owed_by`` (five at most are named). ``unmatched`` have every field,
     and tags that don't match the fetch's filter. ``sealed``: the partition gets no more samples. ``lost`` counts, by
     field of the fetch, the samples of the partition that lost it with a storage unit. ``groups``: as statistics have
-    them, for a task that draws groups.
+    them, for a task that draws groups. ``in_hand``: by client, the samples that it has taken to add such a field.
     """
 
     wanted: int
@@ -125,6 +125,7 @@ class NotReady(Reply, frozen=True):
     sealed: bool = False
     lost: dict[str, int] = {}
     groups: dict[str, Any] = {}
+    in_hand: dict[str, int] = {}
 
 
 class Ended(Reply, frozen=True):

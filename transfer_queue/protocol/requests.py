@@ -145,6 +145,8 @@ class Fetch(Request, frozen=True):
     ``with_values``: the values travel with the answer, where the server that draws the batch holds them, too;
     ``mapped``: large ones as offsets in memory that the client has mapped. ``where``: a filter; a batch that is drawn
     for this fetch has only samples whose tags match. ``waited_s``: how long the caller has waited before this request.
+    ``adds``: fields that the caller will put onto the batch's samples. What lacks one when its session ends is given
+    again, and other sessions get the end only once nothing lacks one.
     """
 
     partition: str
@@ -166,6 +168,7 @@ class Fetch(Request, frozen=True):
     where: str | None = None
     waited_s: Seconds = 0.0
     trained: Position | None = None
+    adds: list[str] = []
 
 
 class Cancel(Request, frozen=True):
