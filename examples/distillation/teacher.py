@@ -23,7 +23,9 @@ def label(epochs: int, batch_size: int = 32, seed: int = 0) -> None:
     for partition in ("val", *(f"train@{epoch}" for epoch in range(epochs))):
         while True:
             try:  # "adds": what this process leaves unlabelled if it dies goes to the other teachers
-                meta = client.get_meta(["prompts"], batch_size, partition, task_name="label", adds=["logits"])
+                meta = client.get_meta(
+                    ["prompts"], batch_size, partition, task_name="label", adds=["logits"], timeout_s=600
+                )
             except tq.EndOfPartitionError:
                 break
             logits = teacher(client.get_data(meta, layout="dense")["prompts"])

@@ -17,6 +17,10 @@ def reward(group: int) -> None:
         group: Answers scored at once. It must divide what a training step reads, or the trainer would wait for it.
     """
     client = tq.get_client()
-    answers = tq.StreamingDataset(tq.init(), group, group, ["answers"], "train", "reward", 0)
-    for data, meta in tq.StreamingDataLoader(answers):
-        client.put({"rewards": torch.tensor([reward_of(text) for text in data["answers"]])}, metadata=meta)
+    while True:
+        try:
+            meta = client.get_meta(["answers"], group, "train", task_name="reward", adds=["rewards"], timeout_s=600)
+        except tq.EndOfPartitionError:
+            return
+        answers = client.get_data(meta)["answers"]
+        client.put({"rewards": torch.tensor([reward_of(text) for text in answers])}, metadata=meta)

@@ -53,6 +53,7 @@ _SELF_EXPLANATORY = (
     ProducersGoneError,
     QueueUnreachableError,
     RankGoneError,
+    SamplerError,
 )
 """Errors of a run that need no traceback, because their text is complete."""
 
@@ -187,7 +188,7 @@ def run(args: Sequence[str] | None, make: Callable[[], TQCLI] = TQCLI) -> int:
         sys.path.extend(str(path.parent.resolve()) for path, _ in _config_files(sys.argv[1:]))  # or those next to it
         cli = make()
     except TransferQueueError as error:
-        is_refusal = isinstance(error, ConfigError | SamplerError) or _is_of_setup(error)
+        is_refusal = isinstance(error, ConfigError) or _is_of_setup(error)
         if not is_refusal and not isinstance(error, _SELF_EXPLANATORY):
             raise  # of the user's code, whose traceback says where
         sys.stderr.write(f"error: {error}\n")

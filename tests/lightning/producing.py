@@ -124,7 +124,7 @@ def add_text_until_killed(folder: str, worker: int) -> None:
     client = tq.get_client()
     while True:
         try:
-            meta = client.get_meta(["x"], 4, "train", task_name="add", adds=["text"])
+            meta = client.get_meta(["x"], 4, "train", task_name="add", adds=["text"], timeout_s=60)
         except tq.EndOfPartitionError:
             return
         numbers = client.get_data(meta, layout="dense")["x"][:, 0].int().tolist()
