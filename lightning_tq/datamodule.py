@@ -43,6 +43,7 @@ from lightning_tq.trainer_compat import (
     check_slots,
     ignore_harmless_warnings,
     keeps_checkpoints,
+    only_note_sigterm,
     refuse_finders,
     resume_path,
 )
@@ -244,6 +245,7 @@ class TQDataModule(LightningDataModule):
         if not any(entry in producer.stages for producer in self._producers):
             self._run.has_no_producers(entry, bool(self._producers))
         self._add_callbacks(trainer)
+        only_note_sigterm(trainer)
 
     def _prepare(self, entry: str, topology: Topology, streams: list[StageStream]) -> SharedQueue:
         """The first rank's work before any rank may fetch."""

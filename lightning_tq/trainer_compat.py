@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, Trainer
@@ -57,6 +58,23 @@ def resume_path(trainer: Trainer) -> str | Path | None:
             return path
         frame = frame.f_back
     return trainer.ckpt_path
+
+
+def only_note_sigterm(trainer: Trainer) -> None:
+    """Let a SIGTERM on several ranks take effect between batches. Call it in the data module's setup.
+
+    Lightning's handler broadcasts at once. If ranks are in another collective then, both stand still.
+    """
+    connector = trainer._signal_connector
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        launcher = trainer.strategy.launcher
+        if not connector.received_sigterm and launcher is not None:
+            launcher.kill(signum)
+        connector.received_sigterm = True
+
+    if trainer.world_size > 1:
+        connector._sigterm_notifier_fn = note  # type: ignore[assignment, method-assign]
 
 
 def restores_after_setup(trainer: Trainer) -> bool:

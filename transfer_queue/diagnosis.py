@@ -403,6 +403,8 @@ def _remedies(facts: Numbers) -> Iterator[str]:
         yield from _put_again(partition)
     elif held_back := _without_sampler(facts):
         yield from _to_sample(held_back)
+    elif held := facts.get("in_hand"):
+        yield f"end the session of one that hangs (client.evict_client({next(iter(held))!r}))"
     elif facts.get("sealed") and is_short:
         for given in facts.get("given", ()):  # it may have had samples in hand at a checkpoint, or when it died
             calls = f"client.reset_consumption({partition!r}, {given!r})"

@@ -21,7 +21,7 @@ from lightning_tq.callbacks.background_worker import BackgroundWorker
 from lightning_tq.checks import list_names
 from lightning_tq.run import run_of
 from lightning_tq.topology import run_on_rank_zero
-from lightning_tq.trainer_compat import callbacks_of, resume_path
+from lightning_tq.trainer_compat import callbacks_of
 from transfer_queue import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -36,8 +36,6 @@ from transfer_queue.errors import ConfigError, NotInitializedError, TransferQueu
 logger = logging.getLogger(__name__)
 
 AnyPath = str | Path
-_SUFFIXES = ("", ".old", ".tmp")
-"""Suffixes of a saved queue's name. A killed save leaves the last two."""
 _PARTS = ("metadata.json", "controller_state.msgpack", "simple_storage", "save-")
 """How names in a saved queue begin."""
 _END_S = 1.0
@@ -86,9 +84,6 @@ class TQCheckpoint(Callback):
             return
         self._trainer, self._connection, self._address = trainer, run.connection, run.connection.address
         self._wrap(trainer.strategy)
-        checkpoint = resume_path(trainer)
-        if trainer.is_global_zero and checkpoint is not None:
-            _remove_orphans(os.fspath(checkpoint))
 
     def _wrap(self, strategy: Strategy) -> None:
         """Wrap its methods that save and remove checkpoints. Callbacks never learn a checkpoint's path.
@@ -259,16 +254,6 @@ def _names(directory: str) -> set[str]:
     files, path = fsspec.core.url_to_fs(directory)
     listed = files.ls(path, detail=False) if files.exists(path) else []
     return {os.path.basename(name.rstrip("/")) for name in listed}
-
-
-def _remove_orphans(checkpoint: str) -> None:
-    """Remove queues without a checkpoint next to this one, complete or not, which a killed run left."""
-    folder = os.path.dirname(checkpoint if _is_url(checkpoint) else os.path.abspath(checkpoint))
-    names = _names(folder)
-    for name in names:
-        saved, _, suffix = name.rpartition(".tq")
-        if suffix in _SUFFIXES and saved.endswith(".ckpt") and saved not in names:
-            _remove_queue(f"{folder}/{saved}")
 
 
 def restore_queue(client: TransferQueueClient, checkpoint: AnyPath, pattern: str, task: str) -> None:

@@ -67,3 +67,11 @@ def test_a_rank_that_fails_ends_the_other_and_everything_it_started(run: Any, ho
     assert code != 0
     assert "failed on request" in output or how == "SIGKILL"
     assert [len(given(ranks, "train", "train@1")[rank]) for rank in range(2)] == [1, 1]
+
+
+@pytest.mark.programs
+def test_a_sigterm_amid_a_step_ends_all_ranks_after_it(run: Any) -> None:
+    """Lightning's own handler would broadcast at once, while the other rank is in the reduction of gradients."""
+    code, output, ranks = run("ddp", "--fail-rank", "0", "--how", "SIGTERM")
+    assert code == 0, output
+    assert [len(given(ranks, "train", "train@1")[rank]) for rank in range(2)] == [1, 1]

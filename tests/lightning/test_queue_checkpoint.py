@@ -98,21 +98,6 @@ def test_a_link_to_the_last_checkpoint_is_followed(
     assert model.indexes() == indexes[20:]
 
 
-def test_a_resumed_run_removes_queues_without_a_checkpoint(
-    saved: Callable[..., list[int]], trainer: MakeTrainer, folder: Path
-) -> None:
-    saved()
-    kept = {"step=5.ckpt", "step=5.ckpt.tq"}
-    others = {"mine.tq", "step=5.ckpt.tq.mine"}
-    for name in ("step=4.ckpt.tq", "step=6.ckpt.tq.tmp", "step=3.ckpt.tq.old", *others):
-        (folder / name).mkdir()
-    with TQDataModule(train=stream("train@{epoch}")) as dm:
-        callbacks = [TQCheckpoint(), ModelCheckpoint(folder, "{step}", every_n_train_steps=100)]
-        fitted = trainer(callbacks=callbacks, enable_checkpointing=True, max_steps=6)
-        fitted.fit(Recorder(), datamodule=dm, ckpt_path=folder / "step=5.ckpt")
-    assert names(folder) == kept | others
-
-
 def test_clearing_finished_partitions_keeps_what_a_resumed_run_reads(
     data: Make, trainer: MakeTrainer, folder: Path
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -102,8 +102,8 @@ class Gets(ClientBase):
                 for other fetches. A missing tag matches no comparison. docs/semantics.md has the grammar.
             adds: Fields that you will put onto these samples, as a teacher or a reward model does. What you have not
                 put when your process ends, or when the queue is restored from a checkpoint, goes to other clients of
-                the task. They get the end of a sealed partition once no sample is in another's hands. A batch with
-                a ``dp_rank`` can't have it.
+                the task. They get the end of a sealed partition once no sample is in another's hands. So put the fields
+                of all samples that you take, or clear the samples. Not for batches of a ``dp_rank``.
         Returns:
             Empty ("not yet") only when the queue is configured with ``polling_mode``.
         Raises:
@@ -140,7 +140,7 @@ class Gets(ClientBase):
         wait_s = timeout_s if timeout_s is not None else (0.0 if polling else fetch_wait_s())
         config = sampling_config if where is None else {**(sampling_config or {}), "where": where}
         fetch = fetch_request(fields, batch_size or 0, partition_id, task_name, config, wait_s)
-        fetch = msgspec.structs.replace(fetch, id=self.session.number(), adds=as_names(adds or []))
+        fetch = msgspec.structs.replace(fetch, id=self.session.number(), adds=as_names(adds or [], "adds"))
         reply, _ = await self._fetched(fetch)
         if isinstance(reply, p.NotReady):
             if polling:
@@ -384,9 +384,9 @@ def _misspelt(key: str) -> str | None:
     return next(iter(difflib.get_close_matches(key, _OF_THE_FETCH, 1, 0.8)), None)
 
 
-def as_names(fields: Sequence[str] | str) -> list[str]:
+def as_names(fields: Sequence[str] | str, what: str = "data_fields") -> list[str]:
     """A list of field names; one string is one name. Raises TypeError for anything else."""
-    names = [fields] if isinstance(fields, str) else list(fields)
+    names = [fields] if isinstance(fields, str) else list(fields) if isinstance(fields, Iterable) else [fields]
     if not all(isinstance(name, str) for name in names):
-        raise TypeError(f"data_fields must be a string or a list of strings, got {fields!r}.")
+        raise TypeError(f"{what} must be a string or a list of strings, got {fields!r}.")
     return names

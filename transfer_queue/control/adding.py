@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from transfer_queue import protocol as p
-from transfer_queue.calls import Call, Until
+from transfer_queue.calls import Call, Holding, Until
+from transfer_queue.control.consumer import Consumer
 from transfer_queue.control.draw import Task
 from transfer_queue.control.partition import Partition
-from transfer_queue.control.serving import Reading, ServedFetch, Taken
 from transfer_queue.control.state import PlaneState
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.sampler.group_sampler import GroupSampler
@@ -17,58 +17,63 @@ from transfer_queue.sampler.group_sampler import GroupSampler
 _MOST_NAMED = 5
 
 
-class InHand(Reading):
-    """A batch whose client is to add fields. What still lacks some is given again if the client ends before."""
+class InHand(Holding):
+    """All that a client has in hand of a task in one partition. Others get what lacks a field if the client ends."""
 
-    until = Until.DONE
+    until = Until.SESSION
 
-    def __init__(self, state: PlaneState, served: ServedFetch) -> None:
-        super().__init__(served, b"")
-        self.consumer, self.adds = served.consumer, served.adds
-        self._taken = Taken(state, served, None, None)
+    def __init__(self, state: PlaneState, client: str, partition: Partition, consumer: Consumer) -> None:
+        self._state, self._client, self._partition = state, client, partition.name
+        self.consumer = consumer  # the object itself, because the task may be deleted and created again
 
     @property
-    def indexes(self) -> p.Indexes:
-        """Its samples that lack some."""
-        return self._taken.in_hand()
+    def is_over(self) -> bool:
+        return self._client not in self.consumer.hands.counts
 
     def undo(self) -> bool:
-        return self._taken.undo()
+        partition = self._state.partitions.get(self._partition)
+        if partition is not None and partition.consumers.get(self.consumer.task) is self.consumer:
+            self.consumer.drop_hand(self._client)
+            self._state.changed(partition)
+        return True
 
 
-def begin(state: PlaneState, call: Call, request: p.Fetch, task: Task) -> None:
-    """A client asks for more: it is a living producer of these fields, and keeps no batch that has them by now."""
-    if isinstance(task.sampler, GroupSampler) or not request.dp_rank is request.batch_index is None:
+def begin(state: PlaneState, call: Call, request: p.Fetch, task: Task, dp_size: int | None) -> None:
+    """A client that adds fields asks for samples: it is a living producer of these fields.
+
+    Raises InvalidRequestError.
+    """
+    numbered = not request.dp_rank is request.batch_index is dp_size is None
+    if numbered or isinstance(task.sampler, GroupSampler):
         raise InvalidRequestError(
             f"a fetch with adds={request.adds} shares the samples of task {task.name!r} with other clients. So it has "
-            f"no dp_rank and no batch_index, and the task has no GroupSampler. Use another task name."
+            f"no dp_rank and no batch_index, and the task has no dp_size and no GroupSampler. Use another task name."
         )
+    if both := set(request.adds) & set(request.fields):
+        raise InvalidRequestError(
+            f"adds={request.adds} names {sorted(both)[0]!r}, which this fetch waits for. Name only what you will put."
+        )
+    partition = state.partitions.get(request.partition)
+    if partition is not None and task.name in partition.consumers:
+        partition.consumers[task.name].hands.check(request.adds)
     state.producers.announced(call, request.adds)
-    for earlier in state.calls.of(call.client):
-        if any(not len(held.indexes) for held in state.calls.held(call.client, earlier.number, InHand)):
-            state.calls.take(call.client, earlier.number, InHand)
 
 
-def others_go_on(state: PlaneState, call: Call, served: ServedFetch) -> bool:
-    """Whether the end of this client's stream must wait: if another one dies, this one gets what that has in hand."""
-    consumer = served.consumer
-    if not served.adds or not consumer.num_in_hand:
-        return False
-    batches = [held for each in state.calls.of(call.client) for held in each.holdings if isinstance(held, InHand)]
-    return consumer.num_in_hand > sum(len(held.indexes) for held in batches if held.consumer is consumer)
+def took(state: PlaneState, call: Call, partition: Partition, consumer: Consumer) -> None:
+    """The call's client was given a batch to add fields to."""
+    client = call.client
+    mine = state.calls.of_session(client, InHand)
+    for each in mine:
+        if each.is_over and each.consumer is not consumer:
+            state.calls.leave(client, each)
+    if client in consumer.hands.counts and not any(each.consumer is consumer for each in mine):
+        state.calls.hold(call, InHand(state, client, partition, consumer))
 
 
-def in_hand(state: PlaneState, partition: Partition, fields: Iterable[str]) -> dict[str, int]:
+def in_hand(partition: Partition, fields: Iterable[str]) -> dict[str, int]:
     """By client, the samples of this partition to which it has yet to add one of these fields; of some clients only."""
     counts: dict[str, int] = {}
-    if not any(consumer.num_in_hand for consumer in partition.consumers.values()):
-        return counts
-    wanted = set(fields)
-    for call, held in state.calls.holdings(InHand):
-        if held.serial != partition.serial or wanted.isdisjoint(held.adds):
-            continue
-        if len(counts) == _MOST_NAMED and call.client not in counts:
-            break
-        if count := len(held.indexes):
-            counts[call.client] = counts.get(call.client, 0) + count
-    return counts
+    for consumer in partition.consumers.values():
+        if consumer.hands.counts and not set(fields).isdisjoint(consumer.hands.fields):
+            counts |= consumer.hands.counts
+    return dict(list(counts.items())[:_MOST_NAMED])

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transfer_queue.control.filtered import matching
+from transfer_queue.control.hands import Hands
 from transfer_queue.control.kept_sets import KeptSets
 from transfer_queue.control.keys_and_tags import TagStore
 from transfer_queue.control.ledger import Ledger
@@ -18,7 +19,6 @@ from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.rows import Rows, RowState, RowTable, ascending
 from transfer_queue.control.saved import SavedConsumer
 from transfer_queue.control.schema import Schema
-from transfer_queue.errors import InvalidRequestError
 
 UNLEDGERED = -1
 """In the "given" column: given without a ledger entry."""
@@ -50,7 +50,6 @@ class Consumer:
     ``num_undrawn`` and ``num_unconsumed`` count live samples. They differ only after a reset of consumption: samples
     in the ledger are then unconsumed, but not drawn into another batch. ``num_done`` counts samples that were consumed
     or cleared, each time: it only grows. ``asked_at``: when a fetch of the task was looked at last; None: never.
-    ``num_in_hand`` samples lack some of the fields that the task ``adds``, and a client has them to add these.
     """
 
     def __init__(self, task: str, tokens: str, table: RowTable, schema: Schema, tags: TagStore) -> None:
@@ -67,8 +66,7 @@ class Consumer:
         self.num_undrawn = self._num_offered = len(self._live())
         self.num_done = 0
         self.asked_at: float | None = None
-        self.adds: FieldNames = ()
-        self.num_in_hand = 0
+        self.hands = Hands(task, table)
         self._ready: KeptSets[ReadyKey] = KeptSets()
         self._undrawn_with: dict[str, int] = {}  # by field, once a reply has reported how many samples lack it
         self._decided = 0
@@ -135,11 +133,11 @@ class Consumer:
     def published(self, rows: Rows, news: Mapping[str, Rows]) -> None:
         """Live rows have these fields now. ``news``: by field, the rows that did not have it before, each once."""
         self.ledger.samples_changed()
-        if self.num_in_hand:
-            added = rows[self.given[rows] == IN_HAND]
-            added = added[self._schema.complete(added, self.adds)]
+        if self.hands.counts:
+            added = ascending(rows[self.given[rows] == IN_HAND])
+            added = added[self._schema.complete(added, self.hands.fields)]
             self.given[added] = UNLEDGERED
-            self._leave_hand(len(added))
+            self._leave_hands(added)
         undrawn = rows[self.given[rows] == 0]
         for (fields, _), ready in self._ready.items():
             if not news.keys().isdisjoint(fields):
@@ -181,24 +179,20 @@ class Consumer:
         self._drawn(fresh)
         return is_fresh
 
-    def check_adds(self, adds: FieldNames) -> None:
-        """Raises InvalidRequestError while clients of the task add other fields."""
-        if self.num_in_hand and set(self.adds) != set(adds):
-            raise InvalidRequestError(
-                f"other clients of task {self.task!r} add {list(self.adds)}, and this fetch says adds={list(adds)}. "
-                f"Use another task name for other fields."
-            )
-
-    def hand(self, rows: Rows, adds: FieldNames) -> None:
-        """The client that was given these rows without a ledger entry is to add these fields to them."""
-        self.adds = adds
+    def hand(self, client: str, rows: Rows, adds: FieldNames) -> None:
+        """The client that was given these rows without a ledger entry is to add fields to those that lack one."""
+        self.hands.fields = adds
         lacking = rows[~self._schema.complete(rows, adds)]
         self.given[lacking] = IN_HAND
-        self.num_in_hand += len(lacking)
+        self.hands.take(client, lacking)
 
-    def _leave_hand(self, count: int) -> None:
-        self.num_in_hand -= count
-        if self._ended:
+    def drop_hand(self, client: str) -> None:
+        """The client has ended. What it had in hand is given again."""
+        self.release(self.hands.of(client, self.given == IN_HAND), IN_HAND)
+
+    def _leave_hands(self, rows: Rows) -> None:
+        self.hands.leave(rows)
+        if self._ended or not self.num_undrawn:
             self.ledger.num_changes += 1  # other clients of the task wait for its end until nothing is in hand
 
     def release(self, rows: Rows, number: int) -> None:
@@ -209,7 +203,7 @@ class Consumer:
         self._table.copies.make()
         self.given[back] = 0
         if number == IN_HAND:
-            self._leave_hand(len(back))
+            self._leave_hands(back)
         self.num_undrawn += len(back)
         self._num_offered += int(np.count_nonzero(self.consumed[back]))
         self.consumed[back] = False
@@ -224,8 +218,10 @@ class Consumer:
         live = rows[self._table.column("state")[rows] == RowState.LIVE]
         given = self.given[live]
         undrawn = live[given == 0]
-        if self.num_in_hand:
-            self._leave_hand(int(np.count_nonzero(given == IN_HAND)))
+        if self.hands.counts:
+            gone = ascending(live[given == IN_HAND])
+            self.given[gone] = UNLEDGERED
+            self._leave_hands(gone)
         self.num_undrawn -= len(undrawn)
         self.num_done += int(np.count_nonzero(~self.consumed[live]))
         self.ledger.samples_cleared(given, settles)
@@ -253,7 +249,7 @@ class Consumer:
         given = self.given
         given[~np.isin(given, kept)] = 0
         self.consumed[:] = False
-        self.num_in_hand = 0
+        self.hands.clear()
         live = self._live()
         self.num_undrawn, self._num_offered = int(np.count_nonzero(given[live] == 0)), self.num_done + len(live)
         self._ended.clear()
@@ -324,7 +320,7 @@ class Consumer:
 
     def save(self) -> SavedConsumer:
         """Save everything except the columns and the ledger's entries. Ready sets are made again at their next use."""
-        ended = {} if self.num_in_hand else self._ended  # a load gives that to others, so the end comes again
+        ended = {} if self.hands.counts else self._ended  # a load gives that to others, so the end comes again
         reason, dropped = ended.get(None, (None, 0))
         with_filter = [(where, *end) for where, end in ended.items() if where is not None]
         return SavedConsumer(
@@ -367,6 +363,6 @@ class Consumer:
         assert self.num_unconsumed == np.count_nonzero(~self.consumed[live]), "unconsumed samples are counted"
         assert not (self.consumed[live] & (self.given[live] == 0)).any(), "what is consumed was given"
         in_hand = live[self.given[live] == IN_HAND]
-        assert self.num_in_hand == len(in_hand), "what is in hand is counted"
-        assert not self._schema.complete(in_hand, self.adds).any(), "what is in hand lacks a field"
+        assert not self._schema.complete(in_hand, self.hands.fields).any(), "what is in hand lacks a field"
+        self.hands.check_invariants(in_hand)
         self.ledger.check_invariants(self.given[live])

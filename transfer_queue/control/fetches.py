@@ -31,7 +31,7 @@ def fetch(state: PlaneState, call: Call, request: p.Fetch) -> p.Reply | Wait:
     if (trainer := state.leases.trainers.get(request.task)) is not None and trainer.batches:
         _hear_of_trained(state, call, request, dp_size)
     if request.adds:
-        adding.begin(state, call, request, task)
+        adding.begin(state, call, request, task, dp_size)
     return _Reader(state, call, request).begin(task, dp_size)
 
 
@@ -95,9 +95,9 @@ class _Reader:
                 self._wake_others(served)
         if isinstance(reply, p.Batch):
             self._hold(served, reply)
-        elif isinstance(reply, p.Ended) and adding.others_go_on(state, self._call, served):
-            reply = None
-        if reply is None:
+        elif fetch.adds and isinstance(reply, p.Ended) and served.consumer.hands.others_have(self._call.client):
+            reply = None  # if another one dies, this client gets what that has in hand
+        elif reply is None:
             _wake_in_time(state, self._line, served.decided_by_time(now))
             self._check_producers(now)
         if reply is not None or not late:
@@ -107,8 +107,8 @@ class _Reader:
     def _hold(self, served: ServedFetch, batch: p.Batch) -> None:
         state = self._state
         if served.adds:
-            state.calls.hold(self._call, adding.InHand(state, served))
-        elif self._fetch.batch_index is None:
+            adding.took(state, self._call, served.partition, served.consumer)
+        if self._fetch.batch_index is None:
             for each in served.holdings(state, batch):
                 state.calls.hold(self._call, each)
             if batch.batch_index is None and served.partition.groups is not None:
@@ -158,7 +158,9 @@ class _Reader:
 
     def _not_ready(self, served: ServedFetch, now: float) -> p.NotReady:
         reply = served.not_ready(now)
-        held = adding.in_hand(self._state, served.partition, [*reply.lacking, *served.adds])
+        held = adding.in_hand(served.partition, [*reply.lacking, *served.adds])
+        if self._fetch.adds:
+            held.pop(self._call.client, None)  # it waits for others
         reply = msgspec.structs.replace(reply, in_hand=held)
         if self._is_about_groups(served.partition):
             reply = msgspec.structs.replace(reply, groups=group_numbers(self._state, served.partition, now))

@@ -9,6 +9,7 @@ import numpy as np
 from transfer_queue import protocol as p
 from transfer_queue.calls import PAGE, Call, Holding
 from transfer_queue.control import following, group_work
+from transfer_queue.control.consumer import IN_HAND
 from transfer_queue.control.draw import foreign
 from transfer_queue.control.group_record import check_tags
 from transfer_queue.control.leases import LEASES
@@ -136,9 +137,11 @@ def _held_by(partition: Partition, being_read: list[BeingRead]) -> dict[str, int
     """By task: the number of samples that it has not consumed or has in flight, or a client may still read."""
     counts = {}
     for task, consumer in partition.consumers.items():
-        unread = _rows_left(partition, [batch.indexes for _, batch in being_read if batch.task == task])
+        kept = _rows_left(partition, [batch.indexes for _, batch in being_read if batch.task == task])
+        if consumer.hands.counts:
+            kept = np.union1d(kept, (consumer.given == IN_HAND).nonzero()[0])
         counts[task] = consumer.num_unconsumed + consumer.ledger.num_open_samples
-        counts[task] += int(np.count_nonzero(consumer.consumed[unread]))
+        counts[task] += int(np.count_nonzero(consumer.consumed[kept]))
     return {task: count for task, count in counts.items() if count}
 
 

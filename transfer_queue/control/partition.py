@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 
-from transfer_queue.control.consumer import Consumer
+from transfer_queue.control.consumer import IN_HAND, Consumer
 from transfer_queue.control.groups import Groups
 from transfer_queue.control.keys_and_tags import KeyMap, TagStore
 from transfer_queue.control.listed_keys import ListedKeys
@@ -402,7 +402,8 @@ class Partition:
         if task not in self.consumers:
             return False
         self.table.copies.make()
-        for name in self.consumers.pop(task).columns:
+        consumer = self.consumers.pop(task)
+        for name in (*consumer.columns, consumer.hands.column):
             self.table.drop_column(name)
         self._num_forgotten += 1
         return True
@@ -449,6 +450,8 @@ class Partition:
         consumed = self.table.column("state")[part] == RowState.LIVE
         for consumer in self.consumers.values():
             consumed &= consumer.consumed[part]
+            if consumer.hands.counts:
+                consumed &= consumer.given[part] != IN_HAND
         rows: Rows = consumed.nonzero()[0] + part.start
         return rows
 

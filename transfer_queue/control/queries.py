@@ -233,7 +233,7 @@ def _wanted_by(state: PlaneState, request: p.Fetch, now: float) -> dict[str, Any
         else:
             served = ServedFetch(state, request, partition, task, task.size_for(request))
             missing = served.not_ready(now)
-            held = in_hand(state, partition, [*missing.lacking, *served.adds])
+            held = in_hand(partition, [*missing.lacking, *served.adds])
     except TransferQueueError as error:  # the next request of its task gets this error
         return {"fields": request.fields, "refused": str(error)}
     return {
@@ -251,7 +251,7 @@ def _partition_stats(state: PlaneState, partition: Partition, now: float) -> dic
             "ready": consumer.ready_counts(),
             "consumed": partition.num_live - consumer.num_unconsumed,
             "done_total": consumer.num_done,
-            **({"in_hand": consumer.num_in_hand} if consumer.adds else {}),
+            **({"in_hand": sum(consumer.hands.counts.values())} if consumer.hands.fields else {}),
             "in_flight": len(consumer.ledger),
             "in_flight_samples": consumer.ledger.num_open_samples,
             "drawn": consumer.ledger.end,

@@ -90,7 +90,6 @@ class Taken(Holding):
         self.consumer = served.consumer  # the object itself, because the task may be deleted and created again
         self._num_resets = served.consumer.ledger.num_resets
         self.drawn, self.batch, self._token = served.drawn, batch, token
-        self._mark = IN_HAND if served.adds else UNLEDGERED
 
     def undo(self) -> bool:
         partition = self._state.partitions.get(self._partition)
@@ -104,9 +103,9 @@ class Taken(Holding):
         consumer = partition.consumers.get(self.consumer.task)
         if consumer is None:
             return
-        drawn, number = self.drawn, self._mark
+        drawn, number = self.drawn, UNLEDGERED
         if self.batch is None:
-            if not self._is_current(partition):
+            if consumer is not self.consumer or consumer.ledger.num_resets != self._num_resets:
                 return  # it may be drawn again already
         else:
             entry = consumer.ledger.get(self.batch)
@@ -121,22 +120,10 @@ class Taken(Holding):
             drawn, number = entry.consumes, entry.number
         rows, found = partition.table.find(drawn)
         consumer.release(rows[found], number)
+        if consumer.hands.counts:
+            consumer.release(rows[found], IN_HAND)
         if partition.groups is not None and len(rows):
             group_work.undrew(self._state, partition, consumer.task, partition.groups.of_rows(rows[found]))
-
-    def _is_current(self, partition: Partition) -> bool:
-        """Whether the task still knows what it drew without a ledger."""
-        consumer = partition.consumers.get(self.consumer.task)
-        return consumer is self.consumer and consumer.ledger.num_resets == self._num_resets
-
-    def in_hand(self) -> Indexes:
-        """The drawn samples that still lack a field which their client is to add."""
-        partition = self._state.partitions.get(self._partition)
-        if partition is None or not self._is_current(partition):
-            return NO_INDEXES
-        rows, found = partition.table.find(self.drawn)
-        left: Indexes = self.drawn[found][self.consumer.given[rows[found]] == IN_HAND]
-        return left
 
 
 class Reading(Holding):
@@ -179,7 +166,7 @@ class ServedFetch:
         self._state = state
         self._fetch = fetch
         self.client = ""
-        """The session that gets the batch, where the task draws groups."""
+        """The session that gets the batch, where the task draws groups, or the session adds fields."""
         self.partition = partition
         self._task = task
         self._groups = partition.groups if isinstance(task.sampler, GroupSampler) else None
@@ -210,7 +197,7 @@ class ServedFetch:
     def answer(self, now: float, may_draw: bool) -> Batch | Ended | More | None:
         """The answer, or None if it is not decided yet."""
         if self.adds:
-            self.consumer.check_adds(self.adds)
+            self.consumer.hands.check(self.adds)
         batch_index = self._batch_index()
         if batch_index is not None:
             if self._is_past_end(batch_index):
@@ -348,7 +335,7 @@ class ServedFetch:
                 group_work.drew(self._state, self.partition, self._fetch.task, [(self.client, None, shares[0].rows)])
             self.consumer.give(shares[0].consumed, UNLEDGERED)
             if self.adds:
-                self.consumer.hand(np.intersect1d(fresh, shares[0].rows), self.adds)
+                self.consumer.hand(self.client, np.intersect1d(fresh, shares[0].rows), self.adds)
             return self._batch(shares[0].indexes, shares[0].rows, padding=shares[0].padding)
         entries = [self._write(rank, draw.batch_index, share) for rank, share in zip(draw.ranks, shares, strict=False)]
         if self._groups is not None:  # before their rows leave the ready set, which would make them closed once more

@@ -99,27 +99,52 @@ def test_who_has_samples_in_hand_is_a_living_producer_of_what_it_adds(plane):
     refused(late.reply, "ProducersGoneError", "every producer of field 'y' has died")
 
 
-def test_a_client_that_goes_on_keeps_nothing_of_its_earlier_batches(plane):
-    for _ in range(50):
-        samples = put(plane, 1)
-        received(plane, "anna", take(plane, "anna", 1))
-        publish(plane, samples, "y", client="bert")
-    assert len(plane.calls.of("anna")) == 1
-
-
 def test_clients_of_one_task_add_the_same_fields(plane):
     put(plane, 4)
     received(plane, "anna", take(plane, "anna"))
     refused(take(plane, "bert", adds="z"), "InvalidRequestError", "add ['y']", "adds=['z']", "another task name")
 
 
-@pytest.mark.parametrize("which", ["rank", "batch", "groups"])
+@pytest.mark.parametrize("which", ["rank", "batch", "size", "groups"])
 def test_a_reader_of_numbered_batches_or_of_groups_adds_nothing(plane, which):
     if which == "groups":
         register(plane, "add", sampler={"class": "GroupSampler", "kwargs": {"groups": 2}})
-    numbered = {"rank": (0, None), "batch": (None, 0), "groups": (None, None)}[which]
+    if which == "size":
+        register(plane, "add", dp_size=1)
+    numbered = {"rank": (0, None), "batch": (None, 0)}.get(which, (None, None))
     reply = fetch(plane, 2, *numbered, task="add", client="anna", adds=["y"])
     refused(reply, "InvalidRequestError", "adds=['y']", "no dp_rank and no batch_index")
+
+
+def test_what_a_fetch_waits_for_is_not_what_it_adds(plane):
+    refused(take(plane, "anna", adds="x"), "InvalidRequestError", "'x', which this fetch waits for")
+
+
+def test_who_waits_for_the_end_needs_no_producer(plane):
+    samples = put(plane, 2, client="carl")
+    seal(plane)
+    received(plane, "anna", take(plane, "anna"))
+    assert take(plane, "bert", wait_s=1e4) is None
+    plane.client_gone("carl", 1.0)
+    assert plane.expire(1000.0) == []
+    (_, to) = publish(plane, samples, "y", client="anna", now=1000.0)
+    assert isinstance(to.reply, p.Ended)
+
+
+def test_a_batch_that_others_label_is_kept_until_its_client_has_read_it(plane):
+    samples = put(plane, 2)
+    reply = take(plane, "anna")
+    plane.received("anna", [reply.id])
+    publish(plane, samples, "y", client="carl")
+    assert clear_consumed(plane, "add") == []
+    plane.read("anna", [reply.id])
+    assert clear_consumed(plane, "add") == samples
+
+
+def test_a_batch_that_never_arrived_comes_again_although_it_has_the_field(plane):
+    samples = put(plane, 2, "x", "y")
+    assert cancel(plane, "anna", take(plane, "anna"))[0] == "undone"
+    assert indexes(take(plane, "bert")) == samples
 
 
 class AddingMachine(RuleBasedStateMachine):
@@ -165,7 +190,7 @@ class AddingMachine(RuleBasedStateMachine):
         own = sorted(self.hands[client] & self.live.keys())
         if own:
             done = data.draw(st.lists(st.sampled_from(own), min_size=1, unique=True), "labelled")
-            publish(self.plane, done, "y", client=client)
+            publish(self.plane, done + done[:1], "y", client=client)
             self.live |= dict.fromkeys(done, True)
             self.hands[client] -= set(done)
 
@@ -210,7 +235,8 @@ class AddingMachine(RuleBasedStateMachine):
         self.plane.check_invariants()
         partition = self.plane.state.partitions.get("p")
         consumer = None if partition is None else partition.consumers.get("add")
-        assert (0 if consumer is None else consumer.num_in_hand) == len(self.held())
+        counts = {} if consumer is None else consumer.hands.counts
+        assert counts == {client: len(own) for client, own in self.hands.items() if own}
 
     def teardown(self) -> None:
         """Whatever happened: one client that goes on to the end finds all that lacks the field, each once."""

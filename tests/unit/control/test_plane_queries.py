@@ -238,9 +238,9 @@ def test_statistics_say_what_those_who_wait_lack(make_plane):
     send(plane, ROLLOUT, p.Reserve, "p", 3, wait_s=9.0, now=3.0)
     assert stats(plane, now=4.0)["waiting"] == [
         {"partition": "p", "task": "train", "client": ACTOR, "waited_s": 3.0, "writer": False, "fields": ["x", "y"],
-         "wanted": 3, "ready": 2, "lacking": {"y": 2}, "unmatched": 0},
+         "wanted": 3, "ready": 2, "lacking": {"y": 2}, "unmatched": 0, "in_hand": {}},
         {"partition": "nowhere", "task": "score", "client": CRITIC, "waited_s": 2.0, "writer": False, "fields": ["x"],
-         "wanted": 2, "ready": 0, "lacking": {}, "unmatched": 0},
+         "wanted": 2, "ready": 0, "lacking": {}, "unmatched": 0, "in_hand": {}},
         {"partition": "p", "task": None, "client": ROLLOUT, "waited_s": 1.0, "writer": True, "wanted": 3},
     ]  # fmt: skip
     plane.client_gone(ROLLOUT, 4.0)

@@ -43,6 +43,9 @@ class SpillFile(Arena):
         """
         folder = Path(directory or tempfile.gettempdir()) / FOLDER
         self.least_nbytes = max(least_nbytes, PAGE_NBYTES)
+        self._folder = folder
+        self.failure = ""
+        """Why the last write failed; "" if it didn't."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             super().__init__(nbytes or free_nbytes(folder) // _SHARE_OF_DISK // sharers, _unlinked_file(folder))
@@ -60,8 +63,10 @@ class SpillFile(Arena):
             while len(view):
                 written = os.pwrite(self.descriptor, view, offset)
                 offset, view = offset + written, view[written:]
-        except OSError:
+        except OSError as error:
+            self.failure = f"{error.strerror or error}, at {str(self._folder)!r}"
             return False
+        self.failure = ""
         return True
 
     def stored(self, data: ByteArray) -> ByteArray | None:

@@ -535,10 +535,11 @@ class StorageUnit:
     def _full(self, nbytes: int, waited_s: float) -> StorageFullError:
         store = self._blocks
         spilled = "" if self._file is None else f" in memory, {store.spilled_nbytes} of {self._file.nbytes} on disk"
+        failed = "" if self._file is None or not self._file.failure else f" Disk: {self._file.failure}."
         return StorageFullError(
             f"Storage capacity exceeded: a put of {nbytes} bytes waited {waited_s:.1f} s at "
             f"storage unit {self.name!r}, whose values take {min(store.live_nbytes, store.memory_nbytes)} of "
-            f"{self._capacity} bytes{spilled}. "
+            f"{self._capacity} bytes{spilled}.{failed} "
             f"Clear consumed samples sooner, raise the capacity, or raise put_timeout_s."
         )
 
