@@ -55,7 +55,7 @@ class Spiller:
                 left += self.unit.handle("me", Commit(0, [reply.id]), [], self.now)
             elif isinstance(reply, Failed):
                 self.pending.pop(reply.id, None)
-                self.failed[reply.id] = reply.code
+                self.failed[reply.id] = f"{reply.code}: {reply.text}"
             elif isinstance(reply, Rows):
                 self.rows[reply.id] = reply, list(frames)
         stats = self.unit.stats()

@@ -134,7 +134,7 @@ def test_a_value_that_is_cleared_while_it_is_read_from_disk_is_an_error(large_on
     read = spiller.begin_get([0])
     spiller.delete([0])
     spiller.settle()
-    assert spiller.failed[read] == "StorageKeyNotFoundError"
+    assert spiller.failed[read].startswith("StorageKeyNotFoundError: ")
 
 
 def test_objects_and_ragged_rows_come_back_from_disk(spiller):
@@ -190,7 +190,7 @@ def test_a_put_waits_where_memory_and_disk_are_full_and_goes_on_after_a_clear(tm
     spiller.settle()
     spiller.now = 6.0
     spiller.take(spiller.unit.expire(6.0))
-    assert spiller.failed[late] == "StorageFullError"
+    assert spiller.failed[late].startswith("StorageFullError: ")
     assert [spiller.get([index]) for index in range(1, 13)] == [[spiller.values[index]] for index in range(1, 13)]
     spiller.close()
 
@@ -208,6 +208,9 @@ def test_a_full_disk_makes_puts_wait_and_loses_nothing(spiller, monkeypatch):
         spiller.put([index], 64 * KIB, index)
         spiller.settle()
     assert list(spiller.pending) == [6]
+    late = spiller.put([6], 64 * KIB, 6, wait_s=5.0)
+    spiller.take(spiller.unit.expire(6.0))
+    assert "Disk: No space left on device, at '" in spiller.failed[late]
     assert [spiller.get([index]) for index in range(5)] == [[spiller.values[index]] for index in range(5)]
     spiller.delete([4])
     spiller.settle()
