@@ -77,21 +77,6 @@ def test_a_removed_checkpoint_takes_its_queue_along(
     assert names() == {"step=4.ckpt", "step=4.ckpt.tq"}
 
 
-def test_a_resumed_run_removes_queues_without_a_checkpoint(
-    data: Make, trainer: MakeTrainer, files: type[FlakyFileSystem]
-) -> None:
-    dm = data(train=stream("train"))
-    fill(dm.client, "train", 20)
-    trainer(callbacks=saving(False), enable_checkpointing=True, max_steps=2).fit(Recorder(), datamodule=dm)
-    dm.client.save_checkpoint(f"{KEPT}/step=9.ckpt.tq")
-    dm.client.save_checkpoint(f"{KEPT}/mine.tq")
-    dm.close()
-    with TQDataModule(train=stream("train")) as again:
-        fitted = trainer(callbacks=saving(False, save_top_k=-1), enable_checkpointing=True, max_steps=3)
-        fitted.fit(Recorder(), datamodule=again, ckpt_path=f"{KEPT}/step=2.ckpt")
-    assert names() == {f"step={step}.ckpt{suffix}" for step in (2, 3) for suffix in ("", ".tq")} | {"mine.tq"}
-
-
 class Watching(Callback):
     """Keeps copies from starting after step 2, and lets them at the start of batch 3; what is there meanwhile."""
 

@@ -26,13 +26,18 @@ class InHand(Holding):
         self._state, self._client, self._partition = state, client, partition.name
         self.consumer = consumer  # the object itself, because the task may be deleted and created again
 
+    def partition(self) -> Partition | None:
+        """None: it is gone, or this task was deleted there; then nothing is in hand."""
+        found = self._state.partitions.get(self._partition)
+        return found if found is not None and found.consumers.get(self.consumer.task) is self.consumer else None
+
     @property
     def is_over(self) -> bool:
-        return self._client not in self.consumer.hands.counts
+        return self._client not in self.consumer.hands.counts or self.partition() is None
 
     def undo(self) -> bool:
-        partition = self._state.partitions.get(self._partition)
-        if partition is not None and partition.consumers.get(self.consumer.task) is self.consumer:
+        partition = self.partition()
+        if partition is not None:
             self.consumer.drop_hand(self._client)
             self._state.changed(partition)
         return True

@@ -128,7 +128,8 @@ def joined(state: PlaneState, call: Call, partition: Partition, members: p.Membe
         state.changed(partition)  # nothing but its rows has
         return
     if not members.closes:
-        state.leases.revive(lease)
+        if call.client == lease.worker.client:
+            state.leases.revive(lease)
     elif lease.is_held and not lease.parts():
         state.leases.end(lease)
     groups.update(group)
