@@ -492,6 +492,7 @@ def _end_many_servers(num_servers: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_server_ends_although_a_client_leaves_in_its_handshake():
     process = multiprocessing.get_context("fork").Process(target=_end_many_servers, args=(5000,))  # 1 in 3000 hung
     process.start()
