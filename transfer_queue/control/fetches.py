@@ -158,10 +158,6 @@ class _Reader:
 
     def _not_ready(self, served: ServedFetch, now: float) -> p.NotReady:
         reply = served.not_ready(now)
-        held = adding.in_hand(served.partition, [*reply.lacking, *served.adds])
-        if self._fetch.adds:
-            held.pop(self._call.client, None)  # it waits for others
-        reply = msgspec.structs.replace(reply, in_hand=held)
         if self._is_about_groups(served.partition):
             reply = msgspec.structs.replace(reply, groups=group_numbers(self._state, served.partition, now))
         if not served.partition.num_reserved:

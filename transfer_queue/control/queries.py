@@ -12,7 +12,6 @@ import numpy as np
 
 from transfer_queue import protocol as p
 from transfer_queue.calls import PAGE, Call, Holding, Name, Wait
-from transfer_queue.control.adding import in_hand
 from transfer_queue.control.checkpoints import Freezing
 from transfer_queue.control.group_numbers import group_numbers
 from transfer_queue.control.partition import Partition
@@ -226,19 +225,17 @@ def _wanted_by(state: PlaneState, request: p.Fetch, now: float) -> dict[str, Any
     ``unmatched``: samples that lack nothing, and don't match the fetch's filter.
     """
     task, partition = state.tasks.get(request.task), state.partitions.get(request.partition)
-    held: dict[str, int] = {}
     try:
         if partition is None:
             missing = p.NotReady(request.id, task.needed(request), 0, 0)
         else:
             served = ServedFetch(state, request, partition, task, task.size_for(request))
             missing = served.not_ready(now)
-            held = in_hand(partition, [*missing.lacking, *served.adds])
     except TransferQueueError as error:  # the next request of its task gets this error
         return {"fields": request.fields, "refused": str(error)}
     return {
         "fields": request.fields, "wanted": missing.wanted, "ready": missing.ready, "lacking": missing.lacking,
-        "unmatched": missing.unmatched, "in_hand": held,
+        "unmatched": missing.unmatched, "in_hand": missing.in_hand,
     }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from transfer_queue.calls import MORE, Holding, More, Until
 from transfer_queue.control import following, group_work
+from transfer_queue.control.adding import in_hand
 from transfer_queue.control.consumer import IN_HAND, UNLEDGERED, Consumer, StreamEnd
 from transfer_queue.control.draw import Draw, Share, Task, foreign
 from transfer_queue.control.filtered import FilteredSet
@@ -519,11 +520,14 @@ class ServedFetch:
             matching = self.ready()
             ready, unmatched = matching.count, self._num_unmatched(matching)
             lacking = {name: self.consumer.lacking(name) for name in fetch.fields} if samples > ready else {}
-        last = partition.last_published
+        lacking = {name: count for name, count in lacking.items() if count}
+        last, held = partition.last_published, in_hand(partition, [*lacking, *self.adds])
+        if self.adds:
+            held.pop(self.client, None)  # it waits for others
         return NotReady(
-            fetch.id, wanted, ready, samples, {name: count for name, count in lacking.items() if count},
-            None if last is None else now - last, partition.schema.written(), unmatched=unmatched,
-            sealed=partition.sealed, lost={n: len(own) for n, own in partition.lost().items() if n in fetch.fields},
+            fetch.id, wanted, ready, samples, lacking, None if last is None else now - last, partition.schema.written(),
+            unmatched=unmatched, sealed=partition.sealed, in_hand=held,
+            lost={n: len(own) for n, own in partition.lost().items() if n in fetch.fields},
         )  # fmt: skip
 
 

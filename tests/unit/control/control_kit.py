@@ -122,10 +122,14 @@ def fetch(
 
 def batch(*args: Any, **kwargs: Any) -> list[int]:
     """The samples of a fetch that must be answered with a batch; its client says to have it, and to have read it."""
-    reply = fetch(*args, **kwargs)
+    return received(args[0], kwargs.get("client", ACTOR), fetch(*args, **kwargs))
+
+
+def received(plane: LocalPlane, client: str, reply: Any) -> list[int]:
+    """The samples of a batch, whose client says to have its answer and to have read the values."""
     assert isinstance(reply, p.Batch), reply
-    args[0].received(kwargs.get("client", ACTOR), [reply.id])
-    args[0].read(kwargs.get("client", ACTOR), [reply.id])
+    plane.received(client, [reply.id])
+    plane.read(client, [reply.id])
     return indexes(reply)
 
 

@@ -27,6 +27,7 @@ from tests.unit.control.control_kit import (
     not_ready,
     publish,
     put,
+    received,
     refused,
     register,
     save,
@@ -39,14 +40,6 @@ HELPERS = ("anna", "bert", "carl")
 
 def take(plane: LocalPlane, client: str, count: int = 2, adds: str = "y", **kwargs: Any) -> Any:
     return fetch(plane, count, task="add", client=client, adds=[adds], **kwargs)
-
-
-def received(plane: LocalPlane, client: str, reply: Any) -> list[int]:
-    """The samples of a batch, whose client says to have its answer and to have read the values."""
-    assert isinstance(reply, p.Batch), reply
-    plane.received(client, [reply.id])
-    plane.read(client, [reply.id])
-    return indexes(reply)
 
 
 def test_what_a_client_left_undone_goes_to_others(plane):
