@@ -373,3 +373,36 @@ def test_what_keeps_samples_from_being_cleared_is_told_and_nothing_is_cleared(cl
     client.get_data(unread)
     assert client.clear_consumed(name) == 3
     assert client.held_up_by(name) == nothing
+
+
+# ---- names ----
+
+
+def test_one_string_is_one_name_wherever_names_are_given(client, name):
+    meta = client.put(rows(a=torch.arange(4)), partition_id=name)
+    batch = client.get_meta(["a"], 2, name, task_name="train")
+    client.get_data(batch)
+    assert client.held_up_by(name, "train")["not_begun"] == []
+    assert client.clear_consumed(name, "train") == 2
+    client.move_on(name, "train", left=f"{name}@0")
+    assert client.check_production_status("a", name)
+    with pytest.raises(ValueError, match="3 heads were given with 1 keys"):
+        client.add_groups({"a": torch.arange(3)}, f"{name}@groups", keys="abc")
+    assert meta.size == 4
+
+
+@pytest.mark.parametrize("wrong", ["1", [], float("nan")])
+def test_a_timeout_that_is_no_number_is_named(client, name, wrong):
+    with pytest.raises(ValueError, match=r"timeout_s of .* must be a number of seconds"):
+        client.get_meta(["a"], 1, name, task_name="train", timeout_s=wrong)
+
+
+def test_a_sampling_config_that_is_no_mapping_is_named(client, name):
+    with pytest.raises(ValueError, match=r"sampling_config must be a mapping, got 1\.5"):
+        client.get_meta(["a"], 1, name, task_name="train", sampling_config=1.5)
+
+
+@pytest.mark.parametrize("wrong", [None, 5])
+def test_names_that_are_no_names_are_named(client, wrong):
+    with pytest.raises(TypeError, match="partition must be a string or a list of strings"):
+        client.lease(wrong)

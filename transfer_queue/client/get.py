@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from transfer_queue import protocol as p
-from transfer_queue.client.base import ClientBase, check_meta, checked_wait, joined, parts_of, to_meta
+from transfer_queue.client.base import ClientBase, as_names, check_meta, checked_wait, joined, parts_of, to_meta
 from transfer_queue.config import fetch_wait_s
 from transfer_queue.diagnosis import not_ready
 from transfer_queue.errors import (
@@ -121,7 +121,8 @@ class Gets(ClientBase):
         """
         if partition_id is None:
             raise InvalidRequestError("get_meta needs a partition_id.")
-        if adds and mode != "fetch":
+        added = [] if adds is None else as_names(adds, "adds")
+        if added and mode != "fetch":
             raise InvalidRequestError(f"get_meta can't have adds={adds!r} in mode {mode!r}, only in mode 'fetch'.")
         if mode == "force_fetch":
             named = None if data_fields is None else as_names(data_fields)
@@ -140,7 +141,7 @@ class Gets(ClientBase):
         wait_s = timeout_s if timeout_s is not None else (0.0 if polling else fetch_wait_s())
         config = sampling_config if where is None else {**(sampling_config or {}), "where": where}
         fetch = fetch_request(fields, batch_size or 0, partition_id, task_name, config, wait_s)
-        fetch = msgspec.structs.replace(fetch, id=self.session.number(), adds=as_names(adds or [], "adds"))
+        fetch = msgspec.structs.replace(fetch, id=self.session.number(), adds=added)
         reply, _ = await self._fetched(fetch)
         if isinstance(reply, p.NotReady):
             if polling:
@@ -365,6 +366,8 @@ def fetch_request(
     wait_s: float,
 ) -> p.Fetch:
     """A fetch from the public ``sampling_config``: what it says of the batch is split from the sampler's arguments."""
+    if sampling_config is not None and not isinstance(sampling_config, Mapping):
+        raise InvalidRequestError(f"sampling_config must be a mapping, got {sampling_config!r}.")
     arguments = {str(key): value for key, value in (sampling_config or {}).items() if key not in _SAID_ELSEWHERE}
     for key in arguments:
         if key not in _OF_THE_FETCH and (meant := _misspelt(key)):
@@ -382,11 +385,3 @@ def fetch_request(
 def _misspelt(key: str) -> str | None:
     """What this key of a sampling_config was meant to be, if it looks like a misspelt one."""
     return next(iter(difflib.get_close_matches(key, _OF_THE_FETCH, 1, 0.8)), None)
-
-
-def as_names(fields: Sequence[str] | str, what: str = "data_fields") -> list[str]:
-    """A list of field names; one string is one name. Raises TypeError for anything else."""
-    names = [fields] if isinstance(fields, str) else list(fields) if isinstance(fields, Iterable) else [fields]
-    if not all(isinstance(name, str) for name in names):
-        raise TypeError(f"{what} must be a string or a list of strings, got {fields!r}.")
-    return names

@@ -15,10 +15,10 @@ import torch
 from tensordict import TensorDict
 
 from transfer_queue import protocol as p
-from transfer_queue.client.base import check_meta, checked_wait, joined, parts_of, tags_by_row, to_meta
+from transfer_queue.client.base import as_names, check_meta, checked_wait, joined, parts_of, tags_by_row, to_meta
 from transfer_queue.client.get import Gets
+from transfer_queue.client.given_rows import as_rows, rows_at
 from transfer_queue.client.lease import Lease, LeaseClient, LeaseStream, Rows
-from transfer_queue.client.put import as_tensordict, rows_at
 from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError, InvalidRequestError, SampleClearedError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.utils.logging_utils import get_logger
@@ -88,11 +88,17 @@ class GroupVerbs(Gets, LeaseClient):
                 f"groups need the storage backend SimpleStorage, because servers delete what has been trained; "
                 f"{type(self.storage_manager).__name__} keeps values where only clients can delete them."
             )
-        rows = as_tensordict(heads)
+        rows = as_rows(heads)
         count = int(rows.batch_size[0])
         if not count:
             raise InvalidRequestError("add_groups got 0 heads; there is nothing to add.")
-        names = [uuid.uuid4().hex for _ in range(count)] if keys is None else list(keys)
+        names = (
+            [uuid.uuid4().hex for _ in range(count)]
+            if keys is None
+            else [keys]
+            if isinstance(keys, str)
+            else list(keys)
+        )
         if len(names) != count or not all(isinstance(name, str) for name in names):
             raise InvalidRequestError(f"{count} heads were given with {len(names)} keys. Give one string per head.")
         _check_whole(2**16, parts=parts, min_parts=min_parts, attempts=attempts, worker_attempts=worker_attempts)
@@ -135,7 +141,7 @@ class GroupVerbs(Gets, LeaseClient):
             >>> [lease.tags for lease in client.lease("train", 2, where="env == 'code'")]
             [{'env': 'code'}]
         """
-        names = [partition] if isinstance(partition, str) else list(partition)
+        names = as_names(partition, "partition")
         _check_whole(p.MOST_ROWS, n=n)
         _check_lease(names, by, keep, lease_s)
         request = p.LeaseGroups(0, names, n, by == "part", where, float(lease_s), keep)
@@ -233,7 +239,7 @@ class GroupVerbs(Gets, LeaseClient):
         Examples:
             >>> client.move_on("train@1", "update_actor", left=["train@0"])
         """
-        await self.session.ask(p.MoveOn, p.Done, partition, task_name, list(left), dp_rank)
+        await self.session.ask(p.MoveOn, p.Done, partition, task_name, as_names(left, "left"), dp_rank)
 
     async def async_retry_groups(self, partition: str, where: str | None = None) -> int:
         """Make groups that failed, expired, were rejected or got stale wait again, as if they were new.

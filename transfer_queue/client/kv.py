@@ -9,16 +9,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import NonTensorStack, TensorDict, is_non_tensor, is_tensor_collection
+from tensordict import TensorDict, is_non_tensor, is_tensor_collection
 
 from transfer_queue import protocol as p
 from transfer_queue.client.base import check_meta, joined, parts_of, tags_by_row
 from transfer_queue.client.get import Gets
+from transfer_queue.client.given_rows import as_rows, check_names, through
 from transfer_queue.client.key_watch import listed_after
-from transfer_queue.client.put import Puts, as_tensordict, check_names
+from transfer_queue.client.put import Puts
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.metadata import BatchMeta, KVBatchMeta
-from transfer_queue.storage.unpack import DataParser, parsed_rows
+from transfer_queue.storage.pack import GivenRows
+from transfer_queue.storage.unpack import DataParser
 from transfer_queue.utils.logging_utils import get_logger
 
 _log = get_logger(__name__)
@@ -126,7 +128,7 @@ def check_keys(keys: Sequence[str] | str) -> list[str]:
     return names
 
 
-def one_row(fields: Any) -> TensorDict | None:
+def one_row(fields: Any) -> TensorDict | GivenRows | None:
     """The fields of one sample as a batch of one: tensors get a leading dimension, any other value is one object."""
     if fields is None:
         return None
@@ -137,31 +139,27 @@ def one_row(fields: Any) -> TensorDict | None:
     if not isinstance(fields, Mapping):
         raise InvalidRequestError(f"fields must be a dict or a TensorDict, got {type(fields).__name__}.")
     check_names(fields)
-    row = TensorDict({}, batch_size=[1])
+    columns: list[tuple[str, Any]] = []
     for name, value in fields.items():
-        if is_tensor_collection(value) and not is_non_tensor(value):
-            row.set(name, value.unsqueeze(0))  # the put refuses it, as it does a column
-        elif not isinstance(value, torch.Tensor):
-            row.set(name, NonTensorStack(value))
-        elif value.is_nested:
+        if isinstance(value, torch.Tensor) and value.is_nested:
             raise InvalidRequestError(f"field {name!r} is a nested tensor: kv_put takes one sample, use kv_batch_put.")
-        else:
-            row.set(name, value.unsqueeze(0))
-    return row
+        is_of_rows = isinstance(value, torch.Tensor) or (is_tensor_collection(value) and not is_non_tensor(value))
+        columns.append((name, value.unsqueeze(0) if is_of_rows else [value]))  # the put refuses a collection
+    return GivenRows(columns, [1], None)
 
 
 async def rows_of(
     fields: TensorDict | Mapping[str, Any] | None, data_parser: DataParser | None = None
-) -> TensorDict | None:
+) -> GivenRows | None:
     """Fields as given to a put by key, through the parser."""
-    return None if fields is None else await parsed_rows(as_tensordict(fields), data_parser)
+    return None if fields is None else await through(as_rows(fields), data_parser)
 
 
 async def batch_put(
     client: Keys,
     keys: Sequence[str] | str,
     partition_id: str,
-    rows: TensorDict | None,
+    rows: GivenRows | None,
     tags: Sequence[Tag | None] | None,
 ) -> KVBatchMeta:
     """Put rows by key. Everything is checked before a key is created; a failed put deletes its new keys."""
@@ -176,7 +174,7 @@ async def batch_put(
     )
 
 
-def _check_batch(names: list[str], fields: TensorDict | None, tags: Sequence[Tag | None] | None) -> None:
+def _check_batch(names: list[str], fields: GivenRows | None, tags: Sequence[Tag | None] | None) -> None:
     if fields is None and tags is None:
         raise InvalidRequestError("a put needs fields, tags, or both; got neither.")
     if len(set(names)) != len(names):

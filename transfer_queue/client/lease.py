@@ -16,7 +16,8 @@ from tensordict import TensorDict
 
 from transfer_queue import protocol as p
 from transfer_queue.client.base import parts_of, tags_by_row, to_meta
-from transfer_queue.client.put import Puts, as_tensordict
+from transfer_queue.client.given_rows import as_rows
+from transfer_queue.client.put import Puts
 from transfer_queue.errors import (
     ClosedError,
     EndOfPartitionError,
@@ -26,6 +27,7 @@ from transfer_queue.errors import (
     TransferQueueError,
 )
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.storage.pack import GivenRows
 from transfer_queue.transport.blocking import blocking, run_blocking
 from transfer_queue.utils.logging_utils import get_logger
 
@@ -49,7 +51,7 @@ class LeaseClient(Puts):
         if "renewals" in vars(self):
             self.renewals.close()
 
-    async def put_members(self, rows: TensorDict, partition: str, tags: TagList, members: p.Members) -> BatchMeta:
+    async def put_members(self, rows: GivenRows, partition: str, tags: TagList, members: p.Members) -> BatchMeta:
         """New rows of a leased group. See ``Lease.put``."""
         count = int(rows.batch_size[0])
         if not count:
@@ -180,9 +182,7 @@ class Lease(AbstractContextManager["Lease"], AbstractAsyncContextManager["Lease"
         return p.Members(self.token, self._granted.head, parts, closes)
 
     async def _put(self, rows: Rows, tags: TagList, members: p.Members) -> BatchMeta:
-        return await self._answered(
-            members, self._client.put_members(as_tensordict(rows), self.partition, tags, members)
-        )
+        return await self._answered(members, self._client.put_members(as_rows(rows), self.partition, tags, members))
 
     async def _end(self, how: str, members: p.Members, reason: str = "", blame: str = "worker") -> None:
         if not isinstance(reason, str):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from transfer_queue import protocol as p
-from transfer_queue.client.base import check_meta, check_tags, checked_wait
+from transfer_queue.client.base import as_names, check_meta, check_tags, checked_wait
 from transfer_queue.client.kv import Keys
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.metadata import BatchMeta
@@ -102,7 +102,7 @@ class Partitions(Keys):
         """
         count = 0
         while True:
-            cleared = await self.clear(p.ClearConsumed, partition_id, list(task_names))
+            cleared = await self.clear(p.ClearConsumed, partition_id, as_names(task_names, "task_names"))
             count += len(cleared.indexes) // 8
             if not cleared.more:
                 return count
@@ -124,7 +124,9 @@ class Partitions(Keys):
             >>> client.held_up_by("train", ["update_actor", "critic"])
             {'tasks': {'update_actor': 3}, 'not_begun': ['critic'], 'unread': 0, 'readers': {}}
         """
-        cleared = await self.session.ask(p.ClearConsumed, p.Cleared, partition_id, list(task_names), True)
+        cleared = await self.session.ask(
+            p.ClearConsumed, p.Cleared, partition_id, as_names(task_names, "task_names"), True
+        )
         return {
             "tasks": cleared.held_by, "not_begun": cleared.not_begun, "unread": cleared.unread,
             "readers": cleared.readers,
@@ -304,7 +306,7 @@ class Partitions(Keys):
             tensor([[1, 1],
                     [1, 0]], dtype=torch.int8)
         """
-        fields = [data_fields] if isinstance(data_fields, str) else list(data_fields)
+        fields = as_names(data_fields)
         return _status(await self.pages(p.FieldStatus, p.Status, partition_id, fields, False), two_dim=True)
 
     async def async_check_consumption_status(self, task_name: str, partition_id: str) -> bool:
@@ -326,7 +328,7 @@ class Partitions(Keys):
             >>> client.check_production_status(["x"], "train")
             True
         """
-        fields = [data_fields] if isinstance(data_fields, str) else list(data_fields)
+        fields = as_names(data_fields)
         return bool((await self.session.ask(p.FieldStatus, p.Done, partition_id, fields, True)).value)
 
     async def async_reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:

@@ -3,20 +3,17 @@
 
 from __future__ import annotations
 
-import array
 import contextlib
 import itertools
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, is_non_tensor, is_tensor_collection
 
 from transfer_queue import protocol as p
 from transfer_queue.client.base import ClientBase, check_meta, check_tags, parts_of, tags_by_row, to_specs
+from transfer_queue.client.given_rows import as_rows, given_at, through
 from transfer_queue.errors import (
     InvalidRequestError,
     SampleClearedError,
@@ -25,15 +22,16 @@ from transfer_queue.errors import (
     UnitLostError,
     UnknownPartitionError,
 )
-from transfer_queue.metadata import BatchMeta, extract_field_schema
+from transfer_queue.metadata import BatchMeta
 from transfer_queue.metadata.field_schema import described_rows
-from transfer_queue.metadata.meta_rows import pick
 from transfer_queue.storage.base import InFront, StorageManager
-from transfer_queue.storage.number_lists import dense_column, number_column
-from transfer_queue.storage.pack import FoundColumns, check_array, is_simple_jagged, named_columns, values_of
-from transfer_queue.storage.unpack import DataParser, parsed_rows
+from transfer_queue.storage.pack import GivenRows
+from transfer_queue.storage.unpack import DataParser
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.logging_utils import get_logger
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 RowTags = Mapping[int, Mapping[str, Any]]
 _TRIES = 3
@@ -147,7 +145,7 @@ class WriteTransaction:
 class Puts(ClientBase):
     """``async_put``, and the transaction that other writing verbs share."""
 
-    async def write(self, begin: Begin, rows: TensorDict | FoundColumns | None, tags: RowTags) -> p.Reply:
+    async def write(self, begin: Begin, rows: GivenRows | None, tags: RowTags) -> p.Reply:
         """Carry out one write, in this session, or in a new one if the servers have ended it.
 
         ``begin.fields`` describes ``rows``, and its number is not used.
@@ -219,7 +217,7 @@ class Puts(ClientBase):
             >>> meta.field_names
             ['prompt', 'reward']
         """
-        rows = as_tensordict(data)
+        rows = as_rows(data)
         count = int(rows.batch_size[0])
         by_row = tags_by_row(tags, count)
         if metadata is None:
@@ -227,8 +225,7 @@ class Puts(ClientBase):
                 raise InvalidRequestError("put of new samples needs a partition_id (or metadata of existing samples).")
             if not count:
                 raise InvalidRequestError("put got 0 rows; there is nothing to store.")
-            parsed = rows if data_parser is None else await parsed_rows(rows, data_parser)
-            return await self.put_new(parsed, partition_id, by_row)
+            return await self.put_new(await through(rows, data_parser), partition_id, by_row)
         check_meta("put", metadata)
         if not metadata.size:
             raise InvalidRequestError("put got metadata of 0 samples; fetch some first, or pass a partition_id.")
@@ -246,15 +243,12 @@ class Puts(ClientBase):
         metadata.update_custom_meta(tags)
         return await self._put_existing(rows, metadata, data_parser)
 
-    async def put_new(
-        self, rows: TensorDict, partition: str, tags: RowTags, role: p.Members | None = None
-    ) -> BatchMeta:
+    async def put_new(self, rows: GivenRows, partition: str, tags: RowTags, role: p.Members | None = None) -> BatchMeta:
         """New samples, which may become members of a leased group."""
-        columns = FoundColumns(rows)
-        schema, count = described_rows(columns)
+        schema, count = described_rows(rows)
         wait_s = await self.put_timeout_s()
         begin = p.Reserve(0, partition, count, to_specs(schema), wait_s, role)
-        reserved = await self.write(begin, columns, tags)
+        reserved = await self.write(begin, rows, tags)
         assert isinstance(reserved, p.Reserved)
         meta = BatchMeta(p.unpack_indexes(reserved.indexes).tolist(), [partition] * count, None, [1] * count)
         meta.field_schema = schema
@@ -264,7 +258,7 @@ class Puts(ClientBase):
         return meta
 
     async def put_by_key(
-        self, keys: list[str], partition: str, rows: TensorDict | None, tags: RowTags, role: p.Terms | None = None
+        self, keys: list[str], partition: str, rows: GivenRows | None, tags: RowTags, role: p.Terms | None = None
     ) -> list[p.Batch]:
         """Write rows and tags of keys, of which unknown ones get new samples. Returns what the samples have then.
 
@@ -273,15 +267,15 @@ class Puts(ClientBase):
         """
         replies, wait_s = [], await self.put_timeout_s()
         parts = parts_of(len(keys))
-        columns = [rows] * len(parts) if rows is None or len(parts) == 1 else rows_at(rows, parts)
+        columns = [rows] * len(parts) if rows is None or len(parts) == 1 else given_at(rows, parts)
         for some, part in zip(parts, columns, strict=True):
-            specs = {} if part is None else to_specs(extract_field_schema(part))
+            specs = {} if part is None else to_specs(described_rows(part)[0])
             own = {row - some.start: tags[row] for row in range(some.start, some.stop) if row in tags}
             begin = p.ResolveKeys(0, partition, keys[some], True, True, specs, wait_s, sorted(specs), role)
             replies.append(await self._resolved(begin, part, own))
         return replies
 
-    async def _resolved(self, begin: p.ResolveKeys, rows: TensorDict | None, tags: RowTags) -> p.Batch:
+    async def _resolved(self, begin: p.ResolveKeys, rows: GivenRows | None, tags: RowTags) -> p.Batch:
         """A key that another client clears meanwhile is a new one, so the put begins again."""
         tries = _TRIES_BY_KEY
         while True:
@@ -295,30 +289,31 @@ class Puts(ClientBase):
                 assert isinstance(reply, p.Batch)
                 return reply
 
-    async def _put_existing(self, rows: TensorDict, meta: BatchMeta, parser: DataParser | None) -> BatchMeta:
+    async def _put_existing(self, rows: GivenRows, meta: BatchMeta, parser: DataParser | None) -> BatchMeta:
         tags = meta.changed_custom_meta()
         check_tags(tags)
         data, target = rows, meta
         if any(meta.padding_mask):
             real = [position for position, filler in enumerate(meta.padding_mask) if not filler]
-            (data,), target = rows_at(rows, [real]), meta.select_samples(real)
-        stored = await parsed_rows(data, parser)
+            (data,), target = given_at(rows, [real]), meta.select_samples(real)
+        stored = await through(data, parser)
         bare = BatchMeta(target.global_indexes, target.partition_ids)
-        bare.add_fields(stored)
+        schema = described_rows(stored)[0]
+        bare.add_described(schema)
         for partition in dict.fromkeys(target.partition_ids):
             await self._put_into(partition, stored, bare, tags)
-        meta.add_fields(stored if stored.batch_size[0] == meta.size else rows)
+        meta.add_described(schema if target is meta else described_rows(rows)[0])
         meta.mark_custom_meta_clean()
         return meta
 
-    async def _put_into(self, partition: str, rows: TensorDict, meta: BatchMeta, tags: RowTags) -> None:
+    async def _put_into(self, partition: str, rows: GivenRows, meta: BatchMeta, tags: RowTags) -> None:
         """Put the rows of samples of this partition."""
         mine = [position for position, name in enumerate(meta.partition_ids) if name == partition]
         if len(mine) < meta.size:
-            (rows,), meta = rows_at(rows, [mine]), meta.select_samples(mine)
+            (rows,), meta = given_at(rows, [mine]), meta.select_samples(mine)
         if len(mine) > p.MOST_ROWS and len(tags) > p.MOST_ROWS:
             parts = parts_of(len(mine))
-            for part, some in zip(rows_at(rows, parts), parts, strict=True):
+            for part, some in zip(given_at(rows, parts), parts, strict=True):
                 await self._put_into(partition, part, meta.select_samples(list(range(meta.size))[some]), tags)
             return
         wait_s = await self.put_timeout_s()
@@ -346,136 +341,3 @@ def _warn_once(field: str, partition: str, dtypes: str) -> None:
         "torch.cat; create_partition(fields=...) refuses such puts.",
         field, partition, dtypes,
     )  # fmt: skip
-
-
-def rows_at(rows: TensorDict, parts: Sequence[slice | list[int]]) -> list[TensorDict]:
-    """These parts of a batch's rows, either slices or lists of positions.
-
-    A TensorDict can't pick from every nested tensor, and copies all its objects.
-    """
-    count = len(rows)
-    picked = _Picked(parts, count)
-    columns = {name: picked(column) for name, column in named_columns(rows)}
-    sizes = [len(range(count)[part]) if isinstance(part, slice) else len(part) for part in parts]
-    return [
-        TensorDict({name: pieces[at] for name, pieces in columns.items()}, batch_size=[size], device=rows.device)
-        for at, size in enumerate(sizes)
-    ]
-
-
-class _Picked:
-    """Picks the same rows of each column. Slices of jagged columns are views, and share offsets if the columns do."""
-
-    def __init__(self, parts: Sequence[slice | list[int]], count: int) -> None:
-        self._parts = parts
-        self._count = count
-        self._slices = [part for part in parts if isinstance(part, slice)]
-        self._cut: dict[int, list[tuple[slice, torch.Tensor, int, int]]] = {}
-        """By the id of offsets, what each part has: a slice of the values, offsets, its shortest and longest row."""
-
-    def __call__(self, column: Any) -> list[Any]:
-        if isinstance(column, torch.Tensor) and column.is_nested:
-            if self._slices and is_simple_jagged(column):
-                return self._views(column)
-            members = column.unbind()
-            return [torch.nested.as_nested_tensor(pick(members, part), layout=column.layout) for part in self._parts]
-        is_of_rows = isinstance(column, torch.Tensor) or (is_tensor_collection(column) and not is_non_tensor(column))
-        is_of_all = isinstance(column, NonTensorData) and not isinstance(column.data, (list, np.ndarray))
-        if is_of_rows or is_of_all or (self._slices and isinstance(column, NonTensorStack)):
-            return [column[part] for part in self._parts]
-        values = values_of(column, self._count)
-        return [NonTensorStack(*pick(values, part)) for part in self._parts]
-
-    def _views(self, column: Any) -> list[torch.Tensor]:
-        values, offsets = column.values(), column.offsets()
-        if id(offsets) not in self._cut:  # the batch keeps the offsets alive, so their id stays unique
-            edges, lengths = offsets.tolist(), offsets.diff().tolist()
-            self._cut[id(offsets)] = [
-                (
-                    slice(edges[part.start], edges[part.stop]),
-                    offsets[part.start : part.stop + 1] - edges[part.start],
-                    min(lengths[part]),
-                    max(lengths[part]),
-                )
-                for part in self._slices
-            ]
-        # Without the longest length, to_padded_tensor() would pad to the sum of all lengths.
-        return [
-            torch.nested.nested_tensor_from_jagged(values[own], of_part, min_seqlen=shortest, max_seqlen=longest)
-            for own, of_part, shortest, longest in self._cut[id(offsets)]
-        ]
-
-
-def as_tensordict(data: Any) -> TensorDict:
-    """Rows to put: a TensorDict with a batch dimension, or a mapping of columns with equally many rows."""
-    if isinstance(data, Mapping) and not hasattr(data, "batch_size"):
-        check_names(data)
-        sizes = {_num_rows(name, column) for name, column in data.items()}
-        if len(sizes) != 1:
-            raise InvalidRequestError(f"columns of a put must have equally many rows, got {sorted(sizes)}.")
-        return _joined(data, sizes.pop())
-    if data is None or not hasattr(data, "batch_size"):
-        raise InvalidRequestError(f"put takes a TensorDict or a dict of columns, got {type(data).__name__}.")
-    if not len(data.batch_size):
-        raise InvalidRequestError("put got a TensorDict without a batch dimension; make it with batch_size=[rows].")
-    check_names(data.keys())
-    rows: TensorDict = data
-    return rows
-
-
-def check_names(names: Iterable[Any]) -> None:
-    """Raise InvalidRequestError for a name that no field can have."""
-    for name in names:
-        if not isinstance(name, str):
-            raise InvalidRequestError(f"a field's name is a string, got {name!r}; use {str(name)!r}.")
-        try:
-            name.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequestError(f"the field name {name!r} is no valid Unicode: {error}. Rename it.") from None
-
-
-def _num_rows(name: str, column: Any) -> int:
-    if not isinstance(column, (torch.Tensor, np.ndarray, list, tuple)) and not is_tensor_collection(column):
-        raise InvalidRequestError(
-            f"field {name!r} of a put is a single {type(column).__name__}: a column is a tensor, an array, a list or a "
-            f"tuple, with one entry per row. For one sample, put a list or a tensor of one."
-        )
-    if isinstance(column, np.ndarray):
-        check_array(name, column)
-    if isinstance(column, torch.Tensor) and column.is_nested:  # len() fails for some layouts
-        return int(column.size(0))
-    try:
-        return len(column)
-    except TypeError as error:
-        raise InvalidRequestError(
-            f"field {name!r} of a put is a single {type(column).__name__} without dimensions: a column needs one entry "
-            f"per row. For one sample, put a list or a tensor of one."
-        ) from error
-
-
-def _joined(columns: Mapping[str, Any], count: int) -> TensorDict:
-    known = {name: _of_list(name, column) for name, column in columns.items()}
-    try:
-        return TensorDict(known, batch_size=[count])
-    except (ValueError, RuntimeError):  # ints beyond 64 bits, or numbers and None: they stay objects
-        rows = TensorDict({}, batch_size=[count])
-        for name, column in known.items():
-            try:
-                rows.set(name, column)
-            except (ValueError, RuntimeError):
-                if not isinstance(column, (list, tuple)):
-                    raise
-                rows.set(name, NonTensorStack(*column))
-        return rows
-
-
-def _of_list(name: str, column: Any) -> Any:
-    """A list of numbers, or of lists, as one tensor or as objects; TensorDict decides about other columns."""
-    if not isinstance(column, (list, tuple)):
-        return column
-    found = number_column(column, name)
-    if found is None:
-        found = dense_column(column, name)
-    if found is None and not {list, array.array}.isdisjoint(map(type, column)):
-        return NonTensorStack(*column)
-    return column if found is None else found

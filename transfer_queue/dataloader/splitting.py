@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from transfer_queue.client.put import rows_at
+from transfer_queue.client.given_rows import rows_at
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.metadata.meta_rows import consecutive, even_sizes

@@ -77,7 +77,8 @@ def _length(name: str, column: Any) -> int | None:
 
     if is_non_tensor(column):
         return int(column.batch_size[0]) if len(column.batch_size) else None
-    if is_tensor_collection(column) or (isinstance(column, list) and any(map(is_tensor_collection, column))):
+    kinds = set(map(type, column)) if isinstance(column, list) else ()
+    if is_tensor_collection(column) or any(map(is_tensor_collection, kinds)):
         raise UnsupportedValueError(
             f"field {name!r} is a {type(column).__name__}, a column must be a tensor or objects. "
             "Flatten it first, for instance with data.flatten_keys('.')."

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import msgspec
     from tensordict import TensorDict
 
-    from transfer_queue.storage.pack import FoundColumns
+    from transfer_queue.storage.pack import GivenRows
     from transfer_queue.storage.unpack import DataParser
 
 Places: TypeAlias = Mapping[str, UnitRuns | None]
@@ -113,9 +113,9 @@ class StorageManager(ABC):
 
     # A put in several steps: ``write``, the controller publishes, then ``commit``; on failure ``abort``.
 
-    def prepare(self, data: TensorDict | FoundColumns) -> Any:
+    def prepare(self, data: TensorDict | GivenRows) -> Any:
         """Prepare the columns of this data for ``write``. Raises ValueError for unsupported values."""
-        return data.data if isinstance(data, dict) else data
+        return data.as_tensordict() if isinstance(data, dict) else data
 
     async def write(
         self, call: int, indexes: Sequence[int], columns: Any, partition: str = "", fresh: bool = False

@@ -39,16 +39,30 @@ _PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
 # ---- batches ----
 
 
-class FoundColumns(dict[str, Any]):
-    """The columns of a batch, each looked up once: a TensorDict takes several microseconds for that."""
+class GivenRows(dict[str, Any]):
+    """What a put stores: columns of equally many rows. A list is a column of objects."""
 
-    def __init__(self, data: TensorDict) -> None:
-        super().__init__(named_columns(data))
-        self.data = data
-        self.batch_size = tuple(data.batch_size)
+    def __init__(self, columns: Iterable[tuple[str, Any]], batch_size: Sequence[int], data: TensorDict | None) -> None:
+        """``data``: the batch that these columns were found in, each looked up once; None: there is no such batch.
+
+        A TensorDict takes several microseconds per look, and more than one per object to be made.
+        """
+        super().__init__(columns)
+        self.batch_size = tuple(batch_size)
+        self._data = data
+
+    @classmethod
+    def of(cls, data: TensorDict) -> GivenRows:
+        return cls(named_columns(data), data.batch_size, data)
+
+    def as_tensordict(self) -> TensorDict:
+        if self._data is not None:
+            return self._data
+        columns = {name: NonTensorStack(*column) if type(column) is list else column for name, column in self.items()}
+        return TensorDict(columns, batch_size=self.batch_size)
 
 
-def num_rows(data: TensorDict | FoundColumns) -> int:
+def num_rows(data: TensorDict | GivenRows) -> int:
     """Return the number of rows."""
     if not data.batch_size:
         raise InvalidRequestError("data has no batch dimension: build it with batch_size=[number of samples]")
@@ -64,7 +78,7 @@ def check_rows(data: TensorDict, indexes: Sized) -> None:
         )
 
 
-def prepare(data: TensorDict | FoundColumns, allow_pickle: bool = False) -> dict[str, Column]:
+def prepare(data: TensorDict | GivenRows, allow_pickle: bool = False) -> dict[str, Column]:
     """Return every column, ready to be written; nothing is copied yet.
 
     Raises:
@@ -73,7 +87,7 @@ def prepare(data: TensorDict | FoundColumns, allow_pickle: bool = False) -> dict
     """
     count = num_rows(data)
     prepared = {}
-    for name, column in data.items() if isinstance(data, FoundColumns) else named_columns(data):
+    for name, column in named_columns(data):
         prepared[str(name)] = prepare_column(name, column, count, allow_pickle)  # a numpy.str_ is no plain text
     return prepared
 
@@ -143,6 +157,9 @@ def _has_rows(shared: Any, count: int) -> bool:
 
 
 def named_columns(data: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(data, dict):
+        yield from data.items()
+        return
     for name in data.keys():  # noqa: SIM118 (iterating a TensorDict gives rows)
         try:
             yield name, data.get(name)

@@ -21,6 +21,7 @@ from transfer_queue.storage import recycling
 from transfer_queue.storage.copying import Copies, Copy, copy_now
 from transfer_queue.storage.images import image_of
 from transfer_queue.storage.pack import (
+    GivenRows,
     RowsColumn,
     are_alike,
     check_array,
@@ -199,14 +200,12 @@ def rows_of(column: WireColumn) -> list[torch.Tensor]:
 # ---- what a data_parser returns ----
 
 
-async def parsed_rows(rows: TensorDict, parser: DataParser | None) -> TensorDict:
-    """Apply a put's data_parser, if there is one. It may take long, so an event loop lets a thread run it."""
-    if parser is None:
-        return rows
+async def parsed_rows(rows: TensorDict | GivenRows, parser: DataParser) -> TensorDict:
+    """Apply a put's data_parser. It may take long, so an event loop lets a thread run it."""
     return parsed(rows, parser) if is_blocking() else await asyncio.to_thread(parsed, rows, parser)
 
 
-def parsed(data: TensorDict, parser: DataParser) -> TensorDict:
+def parsed(data: TensorDict | GivenRows, parser: DataParser) -> TensorDict:
     """Apply ``parser`` to ``data``. Dense columns are passed as one tensor, nested and object columns as lists.
 
     Raises:

@@ -63,7 +63,8 @@ class KVStorageManager(StorageManager):
         from transfer_queue.storage.pack import check_rows
         from transfer_queue.storage.unpack import parsed_rows
 
-        data = await parsed_rows(data, data_parser)
+        if data_parser is not None:
+            data = await parsed_rows(data, data_parser)
         indexes = list(metadata.global_indexes)
         check_rows(data, indexes)
         by_field = _rows_by_field(data)

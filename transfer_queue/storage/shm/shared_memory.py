@@ -51,7 +51,7 @@ from transfer_queue.utils.zmq_utils import ZMQServerInfo
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from transfer_queue.storage.pack import FoundColumns
+    from transfer_queue.storage.pack import GivenRows
     from transfer_queue.storage.unpack import DataParser
 
 
@@ -90,7 +90,7 @@ class SharedMemoryManager(StorageManager):
             return False
         return len(await self._units.all(fresh=False)) > 1
 
-    def prepare(self, data: TensorDict | FoundColumns) -> MemoryColumns:
+    def prepare(self, data: TensorDict | GivenRows) -> MemoryColumns:
         """Return every column, ready to be written; nothing is copied yet. Raises ValueError for unsupported values."""
         from transfer_queue.storage.pack import prepare
 
@@ -163,7 +163,8 @@ class SharedMemoryManager(StorageManager):
         from transfer_queue.storage.pack import check_rows
         from transfer_queue.storage.unpack import parsed_rows
 
-        data = await parsed_rows(data, data_parser)
+        if data_parser is not None:
+            data = await parsed_rows(data, data_parser)
         check_rows(data, metadata.global_indexes)
         if await self._store(metadata.global_indexes, self.prepare(data)) is not None:
             raise InvalidRequestError(
