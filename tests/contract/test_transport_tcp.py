@@ -90,7 +90,9 @@ def test_a_client_s_key_file_may_lack_the_secret(tmp_path):
         read_keys(path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"public": 5}', '{"public": "short"}', "\0"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"public": 5}', '{"public": "short"}', json.dumps({"public": "é" * 40}), "\0"]
+)
 def test_what_is_no_key_file_is_told_as_such(tmp_path, text):
     path = tmp_path / "keys"
     path.touch(0o600)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import zmq
+from zmq.utils.z85 import Z85CHARS
 
 from transfer_queue.errors import ConfigError
 from transfer_queue.transport.base import Buffer
@@ -28,6 +29,8 @@ _LEAST_SHARED = 1 << 16
 """To copy less than this takes less time than to share it with ZMQ."""
 _MAX_PARTS = 1024
 _KEY_CHARACTERS = 40
+_Z85 = frozenset(Z85CHARS.decode())
+"""The characters of a key."""
 
 
 # ---- messages ----
@@ -166,6 +169,6 @@ def _key(path: str | Path, name: str) -> str:
     if mode & 0o077:
         raise ConfigError(f"other users can read the keys in {path} (mode {mode:o}): chmod 600, and make new ones.")
     key = found.get(name) if isinstance(found, dict) else None
-    if not isinstance(key, str) or len(key) != _KEY_CHARACTERS:
+    if not isinstance(key, str) or len(key) != _KEY_CHARACTERS or not _Z85.issuperset(key):
         raise ConfigError(f"there is no {name} key in {path}.")
     return key
