@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -188,17 +189,17 @@ def tags_by_row(tags: Any, count: int) -> dict[int, dict[str, Any]]:
     return {row: copy_tags(own) for row, own in found.items()}
 
 
-def as_names(fields: Sequence[str] | str, what: str = "data_fields") -> list[str]:
+def as_names(given: Sequence[str] | str, what: str = "data_fields") -> list[str]:
     """A list of names; one string is one name. Raises TypeError for anything else."""
-    names = [fields] if isinstance(fields, str) else list(fields) if isinstance(fields, Iterable) else [fields]
+    names = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else [given]
     if not all(isinstance(name, str) for name in names):
-        raise TypeError(f"{what} must be a string or a list of strings, got {fields!r}.")
+        raise TypeError(f"{what} must be a string or a list of strings, got {given!r}.")
     return names
 
 
 def checked_wait(verb: str, timeout_s: float) -> float:
     """The wait as it may be sent. Raises InvalidRequestError for what is no number."""
-    if not isinstance(timeout_s, (int, float)) or math.isnan(timeout_s):
+    if not isinstance(timeout_s, numbers.Real) or math.isnan(timeout_s):
         raise InvalidRequestError(f"timeout_s of {verb} must be a number of seconds, got {timeout_s!r}.")
     return min(max(timeout_s, 0.0), p.LONGEST_WAIT_S)
 

@@ -18,7 +18,7 @@ from transfer_queue.storage.pack import GivenRows, check_array, is_simple_jagged
 from transfer_queue.storage.unpack import DataParser, parsed_rows
 
 
-async def through(rows: GivenRows, parser: DataParser | None) -> GivenRows:
+async def parsed_by(rows: GivenRows, parser: DataParser | None) -> GivenRows:
     """Rows after a put's data_parser, if there is one."""
     return rows if parser is None else GivenRows.of(await parsed_rows(rows, parser))
 
@@ -95,10 +95,7 @@ def rows_at(rows: TensorDict, parts: Sequence[slice | list[int]]) -> list[Tensor
 
     A TensorDict can't pick from every nested tensor, and copies all its objects.
     """
-    return [
-        TensorDict({name: _as_objects(piece) for name, piece in part.items()}, part.batch_size, device=rows.device)
-        for part in given_at(GivenRows.of(rows), parts)
-    ]
+    return [part.as_tensordict(rows.device) for part in given_at(GivenRows.of(rows), parts)]
 
 
 def given_at(rows: GivenRows, parts: Sequence[slice | list[int]]) -> list[GivenRows]:
@@ -111,10 +108,6 @@ def given_at(rows: GivenRows, parts: Sequence[slice | list[int]]) -> list[GivenR
         GivenRows(((name, pieces[at]) for name, pieces in columns.items()), [size], None)
         for at, size in enumerate(sizes)
     ]
-
-
-def _as_objects(column: Any) -> Any:
-    return NonTensorStack(*column) if type(column) is list else column
 
 
 class _Picked:

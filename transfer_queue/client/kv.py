@@ -14,7 +14,7 @@ from tensordict import TensorDict, is_non_tensor, is_tensor_collection
 from transfer_queue import protocol as p
 from transfer_queue.client.base import check_meta, joined, parts_of, tags_by_row
 from transfer_queue.client.get import Gets
-from transfer_queue.client.given_rows import as_rows, check_names, through
+from transfer_queue.client.given_rows import as_rows, check_names, parsed_by
 from transfer_queue.client.key_watch import listed_after
 from transfer_queue.client.put import Puts
 from transfer_queue.errors import InvalidRequestError
@@ -152,7 +152,7 @@ async def rows_of(
     fields: TensorDict | Mapping[str, Any] | None, data_parser: DataParser | None = None
 ) -> GivenRows | None:
     """Fields as given to a put by key, through the parser."""
-    return None if fields is None else await through(as_rows(fields), data_parser)
+    return None if fields is None else await parsed_by(as_rows(fields), data_parser)
 
 
 async def batch_put(

@@ -13,7 +13,7 @@ import msgspec
 
 from transfer_queue import protocol as p
 from transfer_queue.client.base import ClientBase, check_meta, check_tags, parts_of, tags_by_row, to_specs
-from transfer_queue.client.given_rows import as_rows, given_at, through
+from transfer_queue.client.given_rows import as_rows, given_at, parsed_by
 from transfer_queue.errors import (
     InvalidRequestError,
     SampleClearedError,
@@ -225,7 +225,7 @@ class Puts(ClientBase):
                 raise InvalidRequestError("put of new samples needs a partition_id (or metadata of existing samples).")
             if not count:
                 raise InvalidRequestError("put got 0 rows; there is nothing to store.")
-            return await self.put_new(await through(rows, data_parser), partition_id, by_row)
+            return await self.put_new(await parsed_by(rows, data_parser), partition_id, by_row)
         check_meta("put", metadata)
         if not metadata.size:
             raise InvalidRequestError("put got metadata of 0 samples; fetch some first, or pass a partition_id.")
@@ -296,7 +296,7 @@ class Puts(ClientBase):
         if any(meta.padding_mask):
             real = [position for position, filler in enumerate(meta.padding_mask) if not filler]
             (data,), target = given_at(rows, [real]), meta.select_samples(real)
-        stored = await through(data, parser)
+        stored = await parsed_by(data, parser)
         bare = BatchMeta(target.global_indexes, target.partition_ids)
         schema = described_rows(stored)[0]
         bare.add_described(schema)

@@ -55,11 +55,12 @@ class GivenRows(dict[str, Any]):
     def of(cls, data: TensorDict) -> GivenRows:
         return cls(named_columns(data), data.batch_size, data)
 
-    def as_tensordict(self) -> TensorDict:
+    def as_tensordict(self, device: torch.device | None = None) -> TensorDict:
+        """``device``: of a batch that is made."""
         if self._data is not None:
             return self._data
         columns = {name: NonTensorStack(*column) if type(column) is list else column for name, column in self.items()}
-        return TensorDict(columns, batch_size=self.batch_size)
+        return TensorDict(columns, batch_size=self.batch_size, device=device)
 
 
 def num_rows(data: TensorDict | GivenRows) -> int:
