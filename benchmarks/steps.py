@@ -31,7 +31,7 @@ from transfer_queue.transport import caller
 from transfer_queue.transport.unix import UnixConnection
 
 STEPS: dict[str, list[tuple[Any, str]]] = {
-    "describe the batch": [(put, "extract_field_schema"), (put, "to_specs")],
+    "describe the batch": [(put, "as_rows"), (put, "described_rows"), (put, "to_specs")],
     "columns of tensors": [(pack, "prepare")],
     "messages": [
         (protocol, "encode_request"),

@@ -120,7 +120,7 @@ def produce_numbers(count: int) -> None:
 
 
 def add_text_until_killed(folder: str, worker: int) -> None:
-    """Adds the field "text". Worker 0 is killed, the first time, with samples in hand of which it has done one."""
+    """Adds the field "text". The worker that has samples first is killed with them, when it has done one of them."""
     client = tq.get_client()
     while True:
         try:
@@ -128,11 +128,20 @@ def add_text_until_killed(folder: str, worker: int) -> None:
         except tq.EndOfPartitionError:
             return
         numbers = client.get_data(meta, layout="dense")["x"][:, 0].int().tolist()
-        own = meta.select_samples([0]) if worker == 0 and not any(Path(folder).iterdir()) else meta
+        dies = asked_first(folder)
+        own = meta.select_samples([0]) if dies else meta
         client.put({"text": [f"row {number}" for number in numbers[: own.size]]}, metadata=own)
-        if own is not meta:
-            Path(folder, "killed").touch()
+        if dies:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def asked_first(folder: str) -> bool:
+    """Whether no other process has asked before, with this folder."""
+    try:
+        Path(folder, "asked").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def produce_sizes(train: list[int], val: list[int]) -> None:
