@@ -397,9 +397,10 @@ def test_a_timeout_that_is_no_number_is_named(client, name, wrong):
         client.get_meta(["a"], 1, name, task_name="train", timeout_s=wrong)
 
 
-def test_a_sampling_config_that_is_no_mapping_is_named(client, name):
+@pytest.mark.parametrize("where", [None, "a > 1"])
+def test_a_sampling_config_that_is_no_mapping_is_named(client, name, where):
     with pytest.raises(ValueError, match=r"sampling_config must be a mapping, got 1\.5"):
-        client.get_meta(["a"], 1, name, task_name="train", sampling_config=1.5)
+        client.get_meta(["a"], 1, name, task_name="train", sampling_config=1.5, where=where)
 
 
 @pytest.mark.parametrize("wrong", [None, 5])

@@ -139,9 +139,9 @@ class Gets(ClientBase):
             raise InvalidRequestError("get_meta in mode 'fetch' needs a task_name, which names the consumer.")
         polling = (await self.session.config()).controller.polling_mode
         wait_s = timeout_s if timeout_s is not None else (0.0 if polling else fetch_wait_s())
-        config = sampling_config if where is None else {**(sampling_config or {}), "where": where}
-        fetch = fetch_request(fields, batch_size or 0, partition_id, task_name, config, wait_s)
-        fetch = msgspec.structs.replace(fetch, id=self.session.number(), adds=added)
+        fetch = fetch_request(fields, batch_size or 0, partition_id, task_name, sampling_config, wait_s)
+        where = fetch.where if where is None else where
+        fetch = msgspec.structs.replace(fetch, id=self.session.number(), adds=added, where=where)
         reply, _ = await self._fetched(fetch)
         if isinstance(reply, p.NotReady):
             if polling:

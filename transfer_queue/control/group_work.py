@@ -158,6 +158,28 @@ def lost(state: PlaneState, lease: HeldLease, reason: str, blame: str | None) ->
     settle(state, partition)
 
 
+def make_again(state: PlaneState, partition: Partition, lost: p.Indexes, reason: str) -> None:
+    """These rows have lost values. What no task was given yet is worked on again, part by part."""
+    groups = partition.groups
+    if groups is None:
+        return
+    gone, wanted = list[int](), set(lost.tolist())
+    for group in [each for each in groups.of(lost) if groups.left_by.issuperset(each.drawn)]:
+        parts = [part for part, own in group.members.items() if not wanted.isdisjoint(own)]
+        gone += group.members_of(parts)
+        for lease in {group.holders[part] for part in parts if part not in group.closed}:
+            parts += [part for part in lease.parts() if part not in parts]
+            state.leases.abort(lease)
+        was_complete = group.is_complete
+        group.note(reason)
+        group.worker_attempts += 1
+        groups.reopen(group, parts)
+        if was_complete:
+            watch_deadline(state, partition, group)
+    clear(state, partition, gone)
+    settle(state, partition)
+
+
 def leave(state: PlaneState, partition: Partition, group: Group, into: str, reason: str = "") -> None:
     """The group goes. Its slot is free, its rows are gone, and those who work on it hear of that.
 

@@ -307,6 +307,14 @@ class Groups:
         group.closed.update(members.parts)
         group.is_complete = len(group.closed) == group.terms.parts
 
+    def reopen(self, group: Group, parts: Iterable[int]) -> None:
+        """These parts are to be made again, by other leases. Their rows are about to be deleted."""
+        for part in parts:
+            group.closed.discard(part)
+            group.holders.pop(part, None)
+        group.is_complete = group.passed = False
+        self.update(group)
+
     # ---- draws ----
 
     def drawn(self, task: str, some: Iterable[Group], batch: Drawn | None) -> None:

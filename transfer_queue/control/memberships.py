@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from transfer_queue import protocol as p
 from transfer_queue.calls import Call, Holding, Until, Wait
+from transfer_queue.control import group_work
 from transfer_queue.control.state import PlaneState
 from transfer_queue.errors import InvalidRequestError
 
@@ -23,10 +24,12 @@ class _Unit(Holding):
     def end(self, died: bool) -> bool:
         """The values in it are gone, so their fields aren't produced any more."""
         state = self._state
-        state.units.remove(self._number)
+        name = state.units.remove(self._number)
         state.waits.wake(_UNITS)
-        for partition in state.partitions.values():
-            if partition.lose_unit(self._number):
+        for partition in list(state.partitions.values()):
+            lost = partition.lose_unit(self._number)
+            if len(lost):
+                group_work.make_again(state, partition, lost, f"its rows were lost with storage unit {name!r}")
                 state.changed(partition)
         return False
 

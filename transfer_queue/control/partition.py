@@ -200,14 +200,15 @@ class Partition:
         for consumer in self.consumers.values():
             consumer.published(samples, news)
 
-    def lose_unit(self, unit: int) -> bool:
-        """The values in this storage unit are gone. Returns whether samples have lost some."""
+    def lose_unit(self, unit: int) -> Indexes:
+        """The values in this storage unit are gone. Returns the samples and heads that have lost some."""
         lost = self.schema.lose_unit(unit)
         for consumer in self.consumers.values():
             consumer.lost(lost)
         for name, rows in lost.items():
             self._lost[name] = np.union1d(self._lost.get(name, NO_INDEXES), self.table.column("index")[rows])
-        return bool(lost)
+        found: Indexes = self.table.column("index")[np.unique(np.concatenate([*lost.values()]))] if lost else NO_INDEXES
+        return found
 
     def lost(self) -> dict[str, Indexes]:
         """By field, the samples that lost it with a storage unit, and that nobody has put again."""

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from tests.local_plane import LocalPlane, To
@@ -16,6 +17,10 @@ from transfer_queue import protocol as p
 SPEC = p.FieldSpec("int64", ())
 PART = "train"
 FEEDER, WORKER, TRAINER = "feeder", "worker", "trainer"
+
+
+def placed(unit: int, num_rows: int) -> p.FieldSpec:
+    return msgspec.structs.replace(SPEC, units=[(unit, num_rows)] if unit else None)
 
 
 class Queue:
@@ -116,12 +121,12 @@ class Queue:
 
     def put(
         self, lease: Any, rows: int = 1, tags: Sequence[Mapping[str, Any]] = (), closes: bool = True,
-        worker: str = WORKER, parts: list[int] | None = None, fields: Sequence[str] = ("resp",),
+        worker: str = WORKER, parts: list[int] | None = None, fields: Sequence[str] = ("resp",), unit: int = 0,
     ) -> Any:  # fmt: skip
-        """Rows per part. The indexes, or the error."""
+        """Rows per part, in this storage unit. The indexes, or the error."""
         parts = list(lease.parts) if parts is None else parts
         members = p.Members(lease.token, lease.head, parts, closes)
-        specs, number = dict.fromkeys(fields, SPEC), next(self._ids)
+        specs, number = dict.fromkeys(fields, placed(unit, rows * len(parts))), next(self._ids)
         begin = p.Reserve(number, lease.partition, rows * len(parts), specs, 0.0, members)
         reserved = self.send(worker, begin, confirm=False)
         if isinstance(reserved, p.Failed):

@@ -254,6 +254,32 @@ class Model:
         """Whether it is worked on, or lacks the tags of a gate."""
         return group.is_under_work or bool(group.state == "closed" and not group.passed and group.terms.tasks)
 
+    def loses_rows(self, lost: set[int], now: float) -> list[int]:
+        """Values of these rows are gone. Returns those that stay, because a task was given their group."""
+        stay: list[int] = []
+        for group in self.groups.values():
+            if not lost.intersection(group.rows()) or group.drawn:
+                stay += sorted(lost.intersection(group.rows()))
+                continue
+            gone = [part for part, own in group.members.items() if lost.intersection(own)]
+            again = set(gone)
+            for token in {group.holder[part] for part in gone if part not in group.closed}:
+                own_parts = (part for part, own in group.holder.items() if own == token)
+                again |= {part for part in own_parts if part not in group.closed}
+                self.leases.pop(token, None)
+            group.closed -= again
+            group.members = {part: own for part, own in group.members.items() if part not in gone}
+            group.holder = {part: own for part, own in group.holder.items() if part not in again}
+            group.passed = False
+            group.worker_attempts += 1
+            if group.state == "closed" and group.terms.deadline_s is not None:
+                group.deadline = now + group.terms.deadline_s
+            group.state = "waiting"
+            if group.worker_attempts >= group.terms.worker_attempts:
+                self.leaves(group, "failed")
+            self.rest(group)
+        return stay
+
     # ---- draws ----
 
     def draws(self, task: str, group: Group) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.unit.control.groups_kit import PART, Queue
+from tests.unit.control.groups_kit import PART, SPEC, Queue
 from tests.unit.control.groups_model import LEFT, Group, Model
 from transfer_queue import GroupSampler
 from transfer_queue import protocol as p
@@ -47,6 +48,9 @@ class GroupsMachine(RuleBasedStateMachine):
         self.tokens: dict[int, Any] = {}
         """Every lease that was granted."""
         self.read: set[int] = set()
+        self.unit = 0
+        """The number of the other storage unit, while there is one."""
+        self.in_unit: set[int] = set()
         self.sealed = self.has_ended = False
         self.num_heads = 0
 
@@ -233,7 +237,7 @@ class GroupsMachine(RuleBasedStateMachine):
         parts = list(lease.parts if own is None else own.parts) if part is None else [lease.parts[0]]
         expected = self.model.refuses(worker, lease.token, lease.head, parts)
         tags = [] if reward is None else [{"reward": reward}] * (rows * len(parts))
-        got = self.queue.put(lease, rows, tags, closes, worker, parts)
+        got = self.queue.put(lease, rows, tags, closes, worker, parts, unit=self.unit if lease.token % 2 else 0)
         if expected is not None:
             assert isinstance(got, p.Failed), (expected, got)
             assert got.code == expected
@@ -241,7 +245,27 @@ class GroupsMachine(RuleBasedStateMachine):
         assert isinstance(got, list), got
         if reward is not None:
             self.model.rewards.update(dict.fromkeys(got, reward))
+        self.in_unit |= set(got) if self.unit and lease.token % 2 else set()
         self.model.put(worker, lease.token, lease.head, parts, got, closes, self.queue.now)
+        self.hear()
+
+    @precondition(lambda self: not self.unit)
+    @rule()
+    def unit_joins(self) -> None:
+        self.unit = self.queue.done(self.queue.ask("unit", p.JoinUnit, "unit", "host", ["tcp://unit:1"])).value
+
+    @precondition(lambda self: self.unit)
+    @rule(seldom=SELDOM)
+    def unit_gone(self, seldom: int) -> None:
+        """With the values in it. Those of groups that were drawn are put again."""
+        if seldom:
+            return
+        stay = self.model.loses_rows(self.in_unit, self.queue.now)
+        self.queue.gone("unit")
+        if stay:
+            packed = p.pack_indexes(np.array(stay, dtype=np.int64))
+            self.queue.done(self.queue.ask("mender", p.Publish, PART, packed, {"resp": SPEC}))
+        self.unit, self.in_unit = 0, set()
         self.hear()
 
     def some_lease(self, turn: int) -> Any:
@@ -341,6 +365,9 @@ class GroupsMachine(RuleBasedStateMachine):
         else:
             here = {index for group in self.groups.values() for index in group.rows()}
             assert here <= self.read, "no row is skipped"
+            if isinstance(reply, p.Ended):
+                assert self.is_over()
+                self.has_ended = True
 
     # ---- trainers ----
 
@@ -480,7 +507,9 @@ class GroupsMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Once all have gone, nothing is held; new ones finish every group that can be."""
-        for client in [*WORKERS, *CRITICS, "trainer0", "trainer1", "trainer", "feeder", "rm"]:
+        if self.unit:
+            self.unit_gone(0)
+        for client in [*WORKERS, *CRITICS, "trainer0", "trainer1", "trainer", "feeder", "rm", "mender"]:
             self.forget_parked(client)
             if client in WORKERS:
                 self.model.worker_gone(client)
