@@ -76,8 +76,9 @@ class WaitHints:
         starting = [
             each for each in running or () if due <= _LOOKS_AT_A_START and not each.has_joined(stats["clients"])
         ]
+        hints = _HINTS if self.trainer.is_global_zero else _HINTS_OF_THE_QUEUE
         wait = StreamWait(self, reader, partition, own, puts, stats["partitions"], running, starting)
-        key, text = next(filter(None, (hint(wait) for hint in _HINTS)), ("", str(own)))
+        key, text = next(filter(None, (hint(wait) for hint in hints)), ("", str(own)))
         if key or repeats:
             self.warn(None if repeats else key, text)
 
@@ -229,6 +230,8 @@ _HINTS = (
     _queue_is_full, _partition_is_sealed, _producers_have_ended, _producers_start, _sanity_check, _fetched_one_ahead,
     _fetched_before_hooks, _nothing_was_put, _no_sample_has_the_field,
 )  # fmt: skip
+_HINTS_OF_THE_QUEUE = (_queue_is_full, _partition_is_sealed)
+"""Those of other ranks: only the first knows whether producers are still at their start."""
 
 
 def _own_hooks(trainer: Trainer) -> list[str]:

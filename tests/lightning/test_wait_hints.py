@@ -77,6 +77,19 @@ def test_a_deadlock_with_producers_that_wait_for_a_step_is_explained(
     ]
 
 
+def test_a_rank_that_knows_no_producers_calls_nothing_a_deadlock(
+    data: Make, trainer: MakeTrainer, hints: Hints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other_rank = rollout("on_train_start", lambda _: monkeypatch.setattr(Trainer, "is_global_zero", False))
+    dm = data(train=stream("train"))
+    dm.client.put(rows(4), partition_id="train")
+    hints.then = lambda text: dm.client.seal_partition("train")
+    trainer(callbacks=[other_rank]).fit(Recorder(), datamodule=dm)
+    (text,) = hints.texts
+    assert re.match(r"stream 'train' waits for 4 samples of 'train': 0 ready", text)
+    assert "deadlock" not in text
+
+
 @pytest.mark.parametrize(
     ("of_stream", "of_trainer"),
     [({"num_batches": 5}, {}), ({}, {"limit_train_batches": 5})],
