@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -26,14 +26,18 @@ _HELD = ("connections", "reservations", "reserved", "leases", "pins", "freezes",
 
 _UNITS_TIMEOUT_S = 5.0
 
-_SAMPLES = ("partition", "", "samples", "put/s", "task", "ready", "batches in flight", "consumed", "per s", "dropped")
+_SAMPLES = ("partition", "", "samples", "put/s", "task", "ready", "in flight", "consumed", "per s", "dropped")
 _GROUPS = ("groups of", "added", "are", "slots in use")
 _WAITING = ("waits", "since", "for", "held up by")
 _HOLDERS = ("holds", "reserved", "leases", "pins", "freezes", "leaves")
 _CLIENTS = ("client", *_HELD)
 _UNITS = ("unit", "samples", "live", "held", "of", "arena", "spare", "leased", "uncommitted", "pins", "puts waiting")
+_NAMES = {"partition", "task", "groups of", "waits", "holds", "client", "unit"}
+"""Columns that a narrow terminal folds, so that numbers stay whole."""
 _LONG = {"", "are", "for", "held up by"}
 """Columns of sentences."""
+_SHORT = 12
+_CONTROL = dict.fromkeys([*range(10), *range(11, 32), *range(127, 160)], "\ufffd")
 _RARE = {"dropped", "spare", "leased", "uncommitted", "puts waiting", *_HELD[1:]}
 """Columns that are hidden while they are empty."""
 _FILE_WIDTH = 160
@@ -207,15 +211,17 @@ def table_of(columns: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Ta
     shown = [at for at, name in enumerate(columns) if name not in _RARE & empty]
     for at in shown:
         is_text = columns[at] in _LONG or not all(re.match(r"\d|$", str(row[at])) for row in rows)
-        table.add_column(columns[at], justify="left" if is_text else "right", no_wrap=columns[at] not in _LONG)
+        wraps = columns[at] in _NAMES or any(len(str(row[at])) > _SHORT for row in rows if columns[at] in _LONG)
+        justify: Literal["left", "right"] = "left" if is_text else "right"
+        table.add_column(columns[at], justify=justify, overflow="fold" if wraps else "ellipsis", no_wrap=not wraps)
     for row in rows:
         table.add_row(*(_plain(row[at]) for at in shown))
     return table
 
 
 def _plain(cell: str | Text) -> Text:
-    """Keep names literal. Rich would read ``val[hard]`` as markup."""
-    return Text(cell) if isinstance(cell, str) else cell
+    """Keep names literal. Rich would read ``val[hard]`` as markup, and a terminal obeys control characters."""
+    return Text(cell.translate(_CONTROL)) if isinstance(cell, str) else cell
 
 
 def _sample_rows(report: Numbers) -> Iterator[list[str | Text]]:

@@ -8,6 +8,7 @@ import contextlib
 import csv
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -102,6 +103,12 @@ class _Demo:
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as process:
             assert process.stdout is not None
+
+            def end_as_by_ctrl_c(*_: object) -> None:
+                process.send_signal(signal.SIGINT)
+                raise KeyboardInterrupt
+
+            signal.signal(signal.SIGTERM, end_as_by_ctrl_c)
             interrupted = False
             while True:
                 try:

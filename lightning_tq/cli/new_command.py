@@ -48,14 +48,19 @@ def write_template(kind: str, directory: Path) -> list[str]:
         (each for each in (files("lightning_tq") / "templates" / kind).iterdir() if each.is_file()),
         key=lambda each: each.name,
     )
+    output = str(directory.resolve() / "runs").replace("${", "\\${")  # which a configuration would look up
+    written: list[Path] = []
     try:
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise ConfigError(f"{directory} isn't an empty directory. Name another one: nothing in it is replaced.")
         directory.mkdir(parents=True, exist_ok=True)
         for source in sources:
             # A run writes into its own directory, wherever it is started.
-            output = f"default_root_dir: {json.dumps(str(directory.resolve() / 'runs'))}"
-            (directory / source.name).write_text(source.read_text().replace(_OUTPUT, output))
+            root = f"default_root_dir: {json.dumps(output, ensure_ascii=False)}"
+            written.append(directory / source.name)
+            written[-1].write_text(source.read_text().replace(_OUTPUT, root), encoding="utf-8")
     except OSError as error:
+        for path in written:  # the disk may be full
+            path.unlink(missing_ok=True)
         raise ConfigError(f"can't write to {directory}: {error.strerror or error}.") from error
     return [source.name for source in sources]

@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from lightning_tq.checks import counted
 from lightning_tq.cli.queue_commands import run_joined, seconds
-from transfer_queue.errors import QueueUnreachableError
+from transfer_queue.errors import ConfigError, QueueUnreachableError, TransferQueueError
 
 if TYPE_CHECKING:
     from transfer_queue import RecordedBatches, TransferQueueClient
@@ -55,6 +57,11 @@ def _record(options: argparse.Namespace, address: str) -> int:
     import transfer_queue as tq
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        options.directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=options.directory).close()
+    except OSError as error:
+        raise ConfigError(f"can't write to {options.directory}: {error.strerror or error}.") from error
     return _Recorder(tq.get_client(), options.task, options.directory.resolve()).run()
 
 
@@ -78,7 +85,11 @@ class _Recorder:
         except QueueUnreachableError:
             missing = self._behind
             lost = f" {counted(missing, 'batch', 'batches')} may be missing." if missing else ""
-            print(f"The queue has ended.{lost}")
+            print(f"The queue has ended, or has not answered twice.{lost}")
+        except Exception:  # it can't be written: the queue must not keep what nobody will
+            with contextlib.suppress(TransferQueueError):
+                self._client.forget_task(self._own)
+            raise
         print(f"{counted(self._written, 'batch', 'batches')} written to {self._directory}", flush=True)
         return 1 if missing or self._cleared else 0
 
@@ -96,9 +107,10 @@ class _Recorder:
             threading.Event().wait(_POLL_S)
 
     def _look(self) -> dict[str, Any]:
-        # Each time, because the queue may have been replaced by the one of a checkpoint.
-        self._client.register_task(self._own, follows=self._task)
-        stats = self._client.get_stats()
+        try:
+            stats = self._stats()
+        except QueueUnreachableError:  # it may only have been busy, or stopped for a while
+            stats = self._stats()
         tasks = [each["tasks"] for each in stats["partitions"].values()]
         self._behind = sum(each[self._own]["in_flight"] for each in tasks if self._own in each)
         cleared = stats["dropped"].get(self._own, {}).get("cleared", 0)
@@ -107,6 +119,11 @@ class _Recorder:
             print(f"{counted(cleared, 'sample')} cleared before written, and may be missing: {why}.", flush=True)
             self._cleared = cleared
         return stats
+
+    def _stats(self) -> dict[str, Any]:
+        # Each time, because the queue may have been replaced by the one of a checkpoint.
+        self._client.register_task(self._own, follows=self._task)
+        return self._client.get_stats()
 
     def _has_ended(self, stats: dict[str, Any]) -> bool:
         read = [each["tasks"][self._task] for each in stats["partitions"].values() if self._task in each["tasks"]]
@@ -177,13 +194,14 @@ def _samples(found: RecordedBatches, partition: str, index: int) -> Iterator[dic
     for rank in found.rounds[partition, index]:
         data, meta = found.read(partition, rank, index)
         for row in range(meta.size):
-            tags = {name: tag for name, tag in meta.custom_meta[row].items() if not name.startswith("group.")}
-            fields = {name: _plain(data[name][row]) for name in meta.field_names}
+            own = meta.custom_meta[row]
+            shown = {name: tag for name, tag in own.items() if not name.startswith("group.")}
+            shown |= {name: _plain(data[name][row]) for name in meta.field_names}
             named = {"partition": partition, "batch": index, "rank": rank, "sample": meta.global_indexes[row]}
             if meta.heads is not None:
                 head = meta.heads[row]
                 named |= {"group": head, "version": meta.group_versions.get(head)}
-            yield {**named, **tags, **fields}
+            yield named | {f"{name} (own)" if name in named else name: value for name, value in shown.items()}
 
 
 def _plain(value: Any) -> Any:
@@ -194,16 +212,17 @@ def _plain(value: Any) -> Any:
 
 
 def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
     from lightning_tq.queue_report import show
 
     if as_json:
-        print("\n".join(json.dumps(row) for row in rows))
+        print("\n".join(msgspec.json.encode(row).decode() for row in rows))  # NaN as null: JSON has none
         return
     names = dict.fromkeys(name for row in rows for name, value in row.items() if value is not None)
-    table = Table(*names, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    headers = [Column(Text(name)) for name in names]  # no markup
+    table = Table(*headers, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for row in rows:
         table.add_row(*(Text(_cell(row.get(name))) for name in names))
     show(table)

@@ -35,7 +35,8 @@ class _SimulateCLI(TQCLI):
         own = self._get(self.config_init, "trainer", default={})
         callbacks = own["callbacks"] if isinstance(own["callbacks"], list) else [own["callbacks"]]
         pacing = [each for each in callbacks if isinstance(each, PartitionSwitch | PublishWeights | QueueMonitor)]
-        devices = int(own["devices"]) if str(own["devices"]).isdigit() else 1
+        given = own["devices"]
+        devices = len(given) if isinstance(given, list) else int(given) if str(given).isdigit() else 1
         return super().instantiate_trainer(
             callbacks=pacing, accelerator="cpu", devices=devices, num_nodes=1, strategy="auto", precision=None,
             plugins=None, logger=False, enable_checkpointing=False, enable_model_summary=False, **options,

@@ -201,29 +201,6 @@ def test_what_a_lease_gives_of_a_group_whose_values_were_lost_is_an_error_until_
     assert (second.head["number"].tolist(), second.attempt) == ([0], 2)
 
 
-def test_groups_whose_rows_were_lost_with_a_storage_unit_are_made_again_by_workers(start):
-    start({"server_processes": "each", "backend": {"SimpleStorage": {"num_data_storage_units": 2}}})
-    client = tq.get_client()
-    client.register_task("train", sampler=tq.GroupSampler(groups=4))
-    client.add_groups({"number": torch.arange(4)}, "p", tasks=["train"])
-    (kept,) = [each["unit"] for each in client.get_storage_stats() if each["samples"]]
-    for lease in client.lease("p", 4):
-        lease.close({"answer": lease.head["number"].repeat(2)})
-    (name,) = [name for name in client.get_stats()["clients"] if re.match(rf"unit (?!{kept})", name)]
-    client.evict_client(name, unit=True)
-    assert client.get_lost_samples("p") == {}, "what is made again is not missing"
-    again = client.lease("p", 4)
-    assert 0 < len(again) < 4, "work on the others is as it was"
-    for lease in again:
-        assert lease.attempt == 2
-        lease.close({"answer": lease.head["number"].repeat(2)})
-    reasons = [tags["group.reason"] for tags in client.kv_list("p")["p"].values() if "group.reason" in tags]
-    assert len(reasons) == len(again)
-    assert all("its rows were lost with storage unit" in text for (text,) in reasons)
-    batch = client.get_data(client.get_meta(["answer"], 8, "p", task_name="train", timeout_s=JOIN_S))
-    assert sorted(batch["answer"].tolist()) == [0, 0, 1, 1, 2, 2, 3, 3]
-
-
 def test_a_storage_unit_is_evicted_only_if_the_call_says_that_it_is_one(start):
     start({"server_processes": "each", "backend": {"SimpleStorage": {"num_data_storage_units": 2}}})
     client = tq.get_client()

@@ -117,7 +117,7 @@ def test_the_tables_show_samples_by_task_waiting_requests_and_units() -> None:
     )
     assert drawn(make_report("ipc:///q", QueueSnapshot(stats, [UNIT], 1.0)), width=300) == [
         "ipc:///q: 20 of 20 samples in 2 partitions, 1.5 MiB held, 5 requests waiting",
-        "partition samples put/s task ready batches in flight consumed per s",
+        "partition samples put/s task ready in flight consumed per s",
         "train open 10 learn 6 1 4",
         "val sealed 10 of 10 no reader",
         "waits since for held up by",
@@ -161,6 +161,19 @@ def test_what_is_wrong_is_shown_and_empty_columns_are_not() -> None:
     assert shown[2] == "train all producers of 'rewards' have died 10 learn 6 1 4 3"
     assert shown[-2].endswith("2.0 MiB 512 B 2 (2.0 KiB)")
     assert shown[-1].startswith("the queue is full, 1.5 MiB of 256 MiB, 1 put waits for room")
+
+
+def test_a_terminal_of_80_columns_shows_the_state_and_whole_numbers() -> None:
+    stats = snapshot(1.0, {}).stats
+    stats["partitions"] = {"rollouts": {**PARTITION, "samples": 12345, "tasks": {"update_actor_with_reference": TASK}}}
+    shown = drawn(make_report("a", QueueSnapshot(stats, [], 1.0)), width=80)
+    assert all(word in shown[2].split() for word in ("open", "12,345", "6", "1", "4")), shown
+
+
+def test_control_characters_of_names_do_not_reach_the_terminal() -> None:
+    stats = snapshot(1.0, {}).stats
+    stats["partitions"] = {"a\x1b[31m\0": {**PARTITION, "tasks": {}}}
+    assert drawn(make_report("a", QueueSnapshot(stats, [], 1.0)))[2] == "a\ufffd[31m\ufffd open 10 no reader"
 
 
 def test_names_are_shown_as_they_are_whatever_brackets_they_hold() -> None:

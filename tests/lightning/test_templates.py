@@ -9,8 +9,9 @@ import signal
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
-from lightning_tq.cli.new_command import KINDS
+from lightning_tq.cli.new_command import KINDS, write_template
 from tests.console import lightning_tq
 from tests.lightning.conftest import ROOT
 from tests.own_processes import SLOW, own_processes
@@ -52,6 +53,13 @@ def test_new_replaces_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert "isn't an empty directory" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
     assert (tmp_path / "mine").read_text() == "kept"
+
+
+@pytest.mark.parametrize("name", ["$x${y}", "emo\N{GRINNING FACE}dir"])
+def test_a_run_writes_into_its_directory_whatever_that_is_named(tmp_path: Path, name: str) -> None:
+    write_template("sft", tmp_path / name)
+    written = OmegaConf.load(tmp_path / name / "run.yaml")
+    assert written.trainer.default_root_dir == str(tmp_path / name / "runs")
 
 
 def test_new_writes_the_files_of_the_guide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

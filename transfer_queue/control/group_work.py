@@ -159,25 +159,36 @@ def lost(state: PlaneState, lease: HeldLease, reason: str, blame: str | None) ->
 
 
 def make_again(state: PlaneState, partition: Partition, lost: p.Indexes, reason: str) -> None:
-    """These rows have lost values. What no task was given yet is worked on again, part by part."""
+    """These rows have lost values. Their groups begin anew, if no task that trains them was given any of their rows.
+
+    They fail if nobody is left who would make or train them.
+    """
     groups = partition.groups
     if groups is None:
         return
-    gone, wanted = list[int](), set(lost.tolist())
-    for group in [each for each in groups.of(lost) if groups.left_by.issuperset(each.drawn)]:
-        parts = [part for part, own in group.members.items() if not wanted.isdisjoint(own)]
-        gone += group.members_of(parts)
-        for lease in {group.holders[part] for part in parts if part not in group.closed}:
-            parts += [part for part in lease.parts() if part not in parts]
-            state.leases.abort(lease)
-        was_complete = group.is_complete
+    is_over = groups.has_ended or any(consumer.has_ended for consumer in partition.consumers.values())
+    gone: list[int] = []
+    for group in [each for each in groups.of(lost) if not _is_given(partition, each)]:
+        if is_over:
+            leave(state, partition, group, FAILED, reason)
+            continue
+        state.leases.abort_all(group)
+        gone += group.all_members()
+        had_time = group.is_complete
         group.note(reason)
         group.worker_attempts += 1
-        groups.reopen(group, parts)
-        if was_complete:
+        groups.begin_anew(group)
+        if had_time:
             watch_deadline(state, partition, group)
     clear(state, partition, gone)
     settle(state, partition)
+
+
+def _is_given(partition: Partition, group: Group) -> bool:
+    """Whether a task that trains it was given one of its rows. Any task may where its terms name none."""
+    rows = partition.rows_of(np.array(group.all_members(), dtype=np.int64))
+    tasks = group.terms.tasks or partition.consumers
+    return any(task in partition.consumers and partition.consumers[task].given[rows].any() for task in tasks)
 
 
 def leave(state: PlaneState, partition: Partition, group: Group, into: str, reason: str = "") -> None:
@@ -443,6 +454,8 @@ def undrew(state: PlaneState, partition: Partition, task: str, some: Iterable[Gr
     for group in back:
         state.leases.trainers[task].is_over(group, group.drawn[task])
     groups_of(partition).undrawn(task, back)
+    if back and (lost := partition.lost()):
+        make_again(state, partition, np.unique(np.concatenate([*lost.values()])), "its rows were lost with their host")
     settle(state, partition)
 
 

@@ -86,6 +86,8 @@ class Groups:
         """By task, places of drawn groups that may lie behind undrawn ones in the order of first leases, ascending."""
         self.left_by: set[str] = set()
         """Tasks that draw no more here. A group whose tasks have all left is not worked on."""
+        self.has_ended = False
+        """Whether a worker was told that there is no more to work on."""
         self.queues: WeakSet[Queue] = WeakSet()
         """Of tasks: they learn which groups may be drawn."""
         self._unwritten: dict[int, Group] = {}
@@ -307,11 +309,10 @@ class Groups:
         group.closed.update(members.parts)
         group.is_complete = len(group.closed) == group.terms.parts
 
-    def reopen(self, group: Group, parts: Iterable[int]) -> None:
-        """These parts are to be made again, by other leases. Their rows are about to be deleted."""
-        for part in parts:
-            group.closed.discard(part)
-            group.holders.pop(part, None)
+    def begin_anew(self, group: Group) -> None:
+        """All of it is to be made again, by other leases. Its rows are about to be deleted."""
+        group.closed.clear()
+        group.holders.clear()
         group.is_complete = group.passed = False
         self.update(group)
 

@@ -244,7 +244,8 @@ class _Link:
         else:
             self.fail(
                 f"can't connect to {self.peer.name} at {self.peer.address}: it does not accept this client's key, or "
-                f"has ended just now. The public key is in the key file of the queue; without encryption there is none."
+                f"has ended just now. Its public key is in its key file: name a copy by TQ_KEY_FILE or key_file. "
+                f"Without encryption there is none."
             )
 
     def _count_beat(self, heartbeat_s: float, lease_s: float) -> None:

@@ -120,8 +120,12 @@ def write_keys(path: str | Path, keys: ServerKeys | None = None) -> ServerKeys:
     """
     keys = keys or make_keys()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        json.dump({"public": keys.public, "secret": keys.secret}, file)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            json.dump({"public": keys.public, "secret": keys.secret}, file)
+    except OSError:  # such as a full disk
+        os.unlink(path)
+        raise
     return keys
 
 

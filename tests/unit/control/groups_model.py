@@ -142,14 +142,14 @@ class Model:
     def refuses(self, worker: str, token: int, head: int, parts: Iterable[int]) -> str | None:
         """The error of a put or an end of such a lease."""
         own, group = self.leases.get(token), self.groups[head]
-        if (own is not None and own.worker != worker) or not group.is_under_work:
+        if not group.is_under_work:
             return "LeaseLostError"
         for part in parts:
             if group.holder.get(part) != token:
                 return "LeaseLostError"
             if part in group.closed:
                 return "GroupStateError"
-        return None
+        return "LeaseLostError" if own is not None and own.worker != worker else None
 
     def put(self, worker: str, token: int, head: int, parts: list[int], rows: list[int], closes: bool, now: float):
         group, size = self.groups[head], len(rows) // len(parts)
@@ -254,30 +254,32 @@ class Model:
         """Whether it is worked on, or lacks the tags of a gate."""
         return group.is_under_work or bool(group.state == "closed" and not group.passed and group.terms.tasks)
 
-    def loses_rows(self, lost: set[int], now: float) -> list[int]:
-        """Values of these rows are gone. Returns those that stay, because a task was given their group."""
+    def loses_rows(self, lost: set[int], read: set[int], is_over: bool, now: float) -> list[int]:
+        """Values of these rows are gone. Returns those that stay, because a task was given their group.
+
+        ``read``: rows that a task of no group was given. ``is_over``: somebody was told that nothing more comes.
+        """
         stay: list[int] = []
         for group in self.groups.values():
-            if not lost.intersection(group.rows()) or group.drawn:
-                stay += sorted(lost.intersection(group.rows()))
+            rows = set(group.rows())
+            if not lost & rows:
                 continue
-            gone = [part for part, own in group.members.items() if lost.intersection(own)]
-            again = set(gone)
-            for token in {group.holder[part] for part in gone if part not in group.closed}:
-                own_parts = (part for part, own in group.holder.items() if own == token)
-                again |= {part for part in own_parts if part not in group.closed}
-                self.leases.pop(token, None)
-            group.closed -= again
-            group.members = {part: own for part, own in group.members.items() if part not in gone}
-            group.holder = {part: own for part, own in group.holder.items() if part not in again}
-            group.passed = False
-            group.worker_attempts += 1
+            if group.drawn or (not group.terms.tasks and read & rows):
+                stay += sorted(lost & rows)
+                continue
+            if is_over:
+                self.leaves(group, "failed")
+                continue
+            for lease in self.holders(group):
+                del self.leases[lease.token]
             if group.state == "closed" and group.terms.deadline_s is not None:
                 group.deadline = now + group.terms.deadline_s
-            group.state = "waiting"
+            self.begins_anew(group)
+            group.holder.clear()
+            group.state, group.passed = "waiting", False
+            group.worker_attempts += 1
             if group.worker_attempts >= group.terms.worker_attempts:
                 self.leaves(group, "failed")
-            self.rest(group)
         return stay
 
     # ---- draws ----

@@ -52,6 +52,8 @@ class GroupsMachine(RuleBasedStateMachine):
         """The number of the other storage unit, while there is one."""
         self.in_unit: set[int] = set()
         self.sealed = self.has_ended = False
+        self.no_more_work = False
+        """Whether a worker was told so."""
         self.num_heads = 0
 
     @initialize(dp_size=st.sampled_from([1, 2]), ahead=st.integers(0, 1), gate=st.booleans(), critic=st.integers(1, 2),
@@ -100,6 +102,7 @@ class GroupsMachine(RuleBasedStateMachine):
                     self.grant(to.client, lease, asked)
             elif isinstance(to.reply, p.Ended):
                 assert self.is_over()
+                self.no_more_work = True
             else:
                 assert to.reply.code == "BatchTimeoutError", to.reply
 
@@ -162,6 +165,7 @@ class GroupsMachine(RuleBasedStateMachine):
             assert reply.code == ("GroupStateError" if self.has_ended else "UnknownPartitionError")
             return
         assert reply.value == len(left)
+        self.no_more_work &= not left
         for group in left:
             self.model.retried(group)
         self.hear()
@@ -186,6 +190,7 @@ class GroupsMachine(RuleBasedStateMachine):
             assert not could, "nobody waits while there is work"
         elif isinstance(reply, p.Ended):
             assert self.is_over()
+            self.no_more_work = True
         else:
             assert reply.code == "BatchTimeoutError"
             assert not could
@@ -237,7 +242,7 @@ class GroupsMachine(RuleBasedStateMachine):
         parts = list(lease.parts if own is None else own.parts) if part is None else [lease.parts[0]]
         expected = self.model.refuses(worker, lease.token, lease.head, parts)
         tags = [] if reward is None else [{"reward": reward}] * (rows * len(parts))
-        got = self.queue.put(lease, rows, tags, closes, worker, parts, unit=self.unit if lease.token % 2 else 0)
+        got = self.queue.put(lease, rows, tags, closes, worker, parts, unit=self.unit if lease.token % 4 else 0)
         if expected is not None:
             assert isinstance(got, p.Failed), (expected, got)
             assert got.code == expected
@@ -245,7 +250,7 @@ class GroupsMachine(RuleBasedStateMachine):
         assert isinstance(got, list), got
         if reward is not None:
             self.model.rewards.update(dict.fromkeys(got, reward))
-        self.in_unit |= set(got) if self.unit and lease.token % 2 else set()
+        self.in_unit |= set(got) if self.unit and lease.token % 4 else set()
         self.model.put(worker, lease.token, lease.head, parts, got, closes, self.queue.now)
         self.hear()
 
@@ -255,13 +260,17 @@ class GroupsMachine(RuleBasedStateMachine):
         self.unit = self.queue.done(self.queue.ask("unit", p.JoinUnit, "unit", "host", ["tcp://unit:1"])).value
 
     @precondition(lambda self: self.unit)
-    @rule(seldom=SELDOM)
+    @rule(seldom=st.integers(0, 2))
     def unit_gone(self, seldom: int) -> None:
         """With the values in it. Those of groups that were drawn are put again."""
         if seldom:
             return
-        stay = self.model.loses_rows(self.in_unit, self.queue.now)
         self.queue.gone("unit")
+        self.have_lost_rows()
+
+    def have_lost_rows(self) -> None:
+        is_over = self.has_ended or self.no_more_work
+        stay = self.model.loses_rows(self.in_unit, self.read, is_over, self.queue.now)
         if stay:
             packed = p.pack_indexes(np.array(stay, dtype=np.int64))
             self.queue.done(self.queue.ask("mender", p.Publish, PART, packed, {"resp": SPEC}))
@@ -453,13 +462,18 @@ class GroupsMachine(RuleBasedStateMachine):
         self.queue.gone(critic)
         self.hear()
 
-    @rule(critic=st.sampled_from(CRITICS))
-    def critic_never_gets_its_batch(self, critic: str) -> None:
+    @rule(critic=st.sampled_from(CRITICS), seldom=SELDOM)
+    def critic_never_gets_its_batch(self, critic: str, seldom: int) -> None:
+        """The other storage unit may end while it is on its way."""
         if self.critic_has[critic]:
             return
         reply = self.queue.ask(critic, p.Fetch, PART, "critic", ["resp"], 1, confirm=False)
         if isinstance(reply, p.Batch):
+            if self.unit and not seldom:
+                self.queue.gone("unit")
             self.queue.ask(critic, p.Cancel, reply.id)
+            if self.unit and not seldom:
+                self.have_lost_rows()
             for head in self.queue.heads(reply):  # it was in state "drawn" for a moment
                 assert "critic" not in self.groups[head].drawn
         self.hear()
