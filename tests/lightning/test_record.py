@@ -225,25 +225,6 @@ def test_a_recorder_that_can_not_write_keeps_nothing_in_the_queue(
     assert process.returncode == 2, "it notices at its start"
 
 
-def test_samples_are_shown_whatever_their_tags_are_named(
-    tmp_path: Path, data: Callable[..., TQDataModule], capsys: pytest.CaptureFixture[str]
-) -> None:
-    client = client_of(data)
-    client.register_task("learn", dp_size=1)
-    client.register_task("copy", follows="learn")
-    tags = {"rank": 100, "partition": "other", "[/b]": float("nan")}
-    client.put({"x": torch.zeros(1, 2), "text": ["a"]}, partition_id="train", tags=[tags])
-    client.get_meta(["x", "text"], 1, "train", task_name="learn", sampling_config={"dp_rank": 0, "batch_index": 0})
-    client.save_batches(tmp_path / "record" / "000000", "copy")
-    assert lightning_tq(["records", str(tmp_path / "record"), "--step", "0", "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert {name: shown[name] for name in ("rank", "partition", "rank (own)", "partition (own)", "[/b]")} == {
-        "rank": 0, "partition": "train", "rank (own)": 100, "partition (own)": "other", "[/b]": None,
-    }  # fmt: skip
-    assert lightning_tq(["records", str(tmp_path / "record"), "--step", "0"]) == 0
-    assert "[/b]" in capsys.readouterr().out
-
-
 @pytest.mark.programs
 def test_what_is_cleared_before_it_was_recorded_is_said_and_counted(
     tmp_path: Path, data: Callable[..., TQDataModule]

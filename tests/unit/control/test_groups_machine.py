@@ -480,11 +480,19 @@ class GroupsMachine(RuleBasedStateMachine):
 
     @rule(turn=TURNS)
     def reject(self, turn: int) -> None:
-        group = self.pick(turn, [group for group in self.groups.values() if group.drawn and group.is_live])
+        """Not while a rank has still to get its share of the round: no rank would, and this account knows no shares."""
+        rounds = [number for number in self.drawn_rounds if len(self.ranks_with(number)) < self.dp_size]
+        under_way = {head for number in rounds for head in self.drawn_rounds[number]}
+        drawn = [group for group in self.groups.values() if group.drawn and group.is_live]
+        group = self.pick(turn, [group for group in drawn if group.head not in under_way])
         if group is not None:
             self.queue.reject([group.head])
             self.model.leaves(group, "rejected")
             self.hear()
+
+    def ranks_with(self, number: int) -> list[int]:
+        """Those that are past this batch."""
+        return [rank for rank in range(self.dp_size) if self.batch[rank] > number]
 
     @rule(more=st.integers(0, 1))
     def advance(self, more: int) -> None:
