@@ -108,7 +108,7 @@ class _Demo:
                 process.send_signal(signal.SIGINT)
                 raise KeyboardInterrupt
 
-            signal.signal(signal.SIGTERM, end_as_by_ctrl_c)
+            before = signal.signal(signal.SIGTERM, end_as_by_ctrl_c)
             interrupted = False
             while True:
                 try:
@@ -117,6 +117,7 @@ class _Demo:
                     break
                 except KeyboardInterrupt:  # the training gets it, too, and ends by itself
                     interrupted = True
+        signal.signal(signal.SIGTERM, before)
         return _INTERRUPTED if interrupted else process.returncode
 
     def _take(self, line: str) -> None:

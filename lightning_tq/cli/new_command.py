@@ -59,8 +59,8 @@ def write_template(kind: str, directory: Path) -> list[str]:
             root = f"default_root_dir: {json.dumps(output, ensure_ascii=False)}"
             written.append(directory / source.name)
             written[-1].write_text(source.read_text().replace(_OUTPUT, root), encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         for path in written:  # the disk may be full
             path.unlink(missing_ok=True)
-        raise ConfigError(f"can't write to {directory}: {error.strerror or error}.") from error
+        raise ConfigError(f"can't write to {directory}: {getattr(error, 'strerror', None) or error}.") from error
     return [source.name for source in sources]

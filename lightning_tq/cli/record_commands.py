@@ -18,7 +18,7 @@ import msgspec
 
 from lightning_tq.checks import counted
 from lightning_tq.cli.queue_commands import run_joined, seconds
-from transfer_queue.errors import ConfigError, QueueUnreachableError, TransferQueueError
+from transfer_queue.errors import ConfigError, QueueUnreachableError, TransferQueueError, UnitLostError
 
 if TYPE_CHECKING:
     from transfer_queue import RecordedBatches, TransferQueueClient
@@ -81,15 +81,13 @@ class _Recorder:
             self._look()
             self._save()
             self._look()  # what was cleared meanwhile
-            self._client.forget_task(self._own)
         except QueueUnreachableError:
             missing = self._behind
             lost = f" {counted(missing, 'batch', 'batches')} may be missing." if missing else ""
             print(f"The queue has ended, or has not answered twice.{lost}")
-        except Exception:  # it can't be written: the queue must not keep what nobody will
+        finally:  # the queue must not keep what nobody will write
             with contextlib.suppress(TransferQueueError):
                 self._client.forget_task(self._own)
-            raise
         print(f"{counted(self._written, 'batch', 'batches')} written to {self._directory}", flush=True)
         return 1 if missing or self._cleared else 0
 
@@ -135,7 +133,11 @@ class _Recorder:
         """What is to be written, if there is anything."""
         started = time.monotonic()
         if self._behind:
-            self._written += self._client.save_batches(self._directory / f"{self._number:06}", self._own)
+            directory = self._directory / f"{self._number:06}"
+            try:
+                self._written += self._client.save_batches(directory, self._own)
+            except UnitLostError:  # without the values that it held, once the queue knows
+                self._written += self._client.save_batches(directory, self._own)
             self._number, self._behind = self._number + 1, 0
             self._due = time.monotonic() + max(_EVERY_S, (_SHARE - 1) * (time.monotonic() - started))
 

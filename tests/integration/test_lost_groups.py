@@ -33,22 +33,24 @@ def records(client: Any, name: str) -> dict[str, tuple[str, list[str]]]:
     return {key: (tags["group.state"], tags.get("group.reason", [])) for key, tags in found}
 
 
-def work(client: Any, name: str, count: int, **tags: Any) -> None:
+def work(client: Any, name: str, count: int) -> None:
     for lease in client.lease(name, count, timeout_s=WAIT_S):
-        lease.close({"answer": lease.head["number"].repeat(2)}, tags=[tags] * 2)
+        lease.close({"answer": lease.head["number"].repeat(2)})
 
 
 @pytest.fixture
 def closed(client, name) -> Callable[..., Any]:
-    """``closed(**terms)``: 8 groups that are closed. Returns what ends a unit with rows of some, and no heads."""
+    """``closed(sampler)``: 8 groups that are closed. Returns what ends a unit with rows of some, and no heads."""
 
-    def make(sampler: tq.GroupSampler, **tags: Any) -> Callable[[], None]:
-        client.register_task(f"train {name}", sampler=sampler)
+    def make(sampler: tq.GroupSampler, *others: str) -> Callable[[], None]:
+        tasks = [f"train {name}", *others]
+        for task in tasks:
+            client.register_task(task, sampler=sampler)
         before = rows_in_units(client)
-        client.add_groups({"number": torch.arange(8)}, name, tasks=[f"train {name}"], keys=list("abcdefgh"))
+        client.add_groups({"number": torch.arange(8)}, name, tasks=tasks, keys=list("abcdefgh"))
         with_heads = rows_in_units(client)
         (heads,) = [unit for unit in before if with_heads[unit] > before[unit]]
-        work(client, name, 8, **tags)
+        work(client, name, 8)
         after = rows_in_units(client)
         victim = next(unit for unit in after if unit != heads and after[unit] > with_heads[unit])
         return lambda: lose(client, victim)
@@ -87,7 +89,7 @@ def test_rows_that_a_released_lease_has_left_are_made_again_too_and_other_partit
     others = [client.put({"x": torch.arange(4)}, partition_id=f"{name} later") for _ in before]
     lose(client, victim)
     (second,) = client.lease(name, keep="all", timeout_s=WAIT_S)
-    assert (second.attempt, second.members.size) == (3, 0)
+    assert (second.attempt, second.members.size) == (2, 0), "only the release counts: nobody was at work"
     assert len(client.get_lost_samples(f"{name} later")["x"]) == 4
     assert len(others) == len(before)
 
@@ -104,6 +106,16 @@ def test_what_a_task_was_given_stays_also_when_it_has_moved_on(client, name, clo
         client.lease(name)
     assert client.ack(batch, task) == 1
     assert name not in client.get_partition_list() or records(client, name) == {}
+
+
+def test_a_task_that_has_gone_on_without_them_does_not_keep_them(client, name, closed):
+    lose_rows = closed(tq.GroupSampler(groups=8), f"gone {name}")
+    client.move_on(f"{name} next", f"gone {name}", left=[name])
+    lose_rows()
+    waiting = [state for state, _ in records(client, name).values()].count("waiting")
+    assert waiting > 0
+    work(client, name, waiting)
+    assert trained(client, name, 16) == sorted([*range(8)] * 2)
 
 
 @pytest.mark.parametrize("who", ["worker", "reward"])

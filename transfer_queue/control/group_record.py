@@ -89,7 +89,8 @@ class Group:
     ``holders``: by part, the lease that has it, or had it last. ``members``: by part, the indexes of its rows.
     ``left``: the state in which it left. ``is_complete``: no more members will come. ``passed``: no gate is against it,
     so it may be drawn. ``is_ready``: some task could draw it now. ``drawn``: tasks that were given it, each with its
-    batch; None once it has trained it. ``acked``: tasks. ``arrivals``: by task, its place in the order in which groups
+    batch; None once it has trained it. ``acked``: tasks. ``skipped``: those of them that went on
+    without it. ``arrivals``: by task, its place in the order in which groups
     became ready. ``patience_ends``: when its deadline is, in the plane's seconds.
     """
 
@@ -108,6 +109,7 @@ class Group:
     passed: bool = False
     is_ready: bool = False
     acked: frozenset[str] = frozenset()
+    skipped: frozenset[str] = frozenset()
     closed: set[int] = field(default_factory=set)
     holders: dict[int, HeldLease] = field(default_factory=dict)
     members: dict[int, list[int]] = field(default_factory=dict)

@@ -168,27 +168,33 @@ def make_again(state: PlaneState, partition: Partition, lost: p.Indexes, reason:
         return
     is_over = groups.has_ended or any(consumer.has_ended for consumer in partition.consumers.values())
     gone: list[int] = []
-    for group in [each for each in groups.of(lost) if not _is_given(partition, each)]:
+    for group in [each for each in groups.of(lost) if not _is_given(state, partition, each)]:
         if is_over:
             leave(state, partition, group, FAILED, reason)
             continue
-        state.leases.abort_all(group)
-        gone += group.all_members()
-        had_time = group.is_complete
+        was_complete = group.is_complete
         group.note(reason)
-        group.worker_attempts += 1
+        group.worker_attempts += was_complete or bool(group.leases())  # else this attempt counts already
+        state.leases.abort_all(group)
+        state.leases.charge(group)
+        gone += group.all_members()
         groups.begin_anew(group)
-        if had_time:
+        if was_complete:
             watch_deadline(state, partition, group)
     clear(state, partition, gone)
     settle(state, partition)
 
 
-def _is_given(partition: Partition, group: Group) -> bool:
-    """Whether a task that trains it was given one of its rows. Any task may where its terms name none."""
+def _is_given(state: PlaneState, partition: Partition, group: Group) -> bool:
+    """Whether a task that trains it was given one of its rows.
+
+    Where its terms name none, these are the tasks that draw groups, or all if none of those has come yet.
+    """
+    consumers = partition.consumers
     rows = partition.rows_of(np.array(group.all_members(), dtype=np.int64))
-    tasks = group.terms.tasks or partition.consumers
-    return any(task in partition.consumers and partition.consumers[task].given[rows].any() for task in tasks)
+    draws = [task for task in consumers if state.leases.sampler(task) is not None]
+    tasks = set(group.terms.tasks or draws or consumers).difference(group.skipped)
+    return any(task in consumers and consumers[task].given[rows].any() for task in tasks)
 
 
 def leave(state: PlaneState, partition: Partition, group: Group, into: str, reason: str = "") -> None:
@@ -307,6 +313,7 @@ def restored(state: PlaneState, versions: Mapping[str, int], next_token: int) ->
     for partition in [each for each in state.partitions.values() if each.groups is not None]:
         groups = groups_of(partition)
         groups.rebuild()
+        groups.has_ended = partition.is_final
         groups.order()
         for consumer in partition.consumers.values():
             _find_drawn(state, partition, groups, consumer)
@@ -454,8 +461,9 @@ def undrew(state: PlaneState, partition: Partition, task: str, some: Iterable[Gr
     for group in back:
         state.leases.trainers[task].is_over(group, group.drawn[task])
     groups_of(partition).undrawn(task, back)
-    if back and (lost := partition.lost()):
-        make_again(state, partition, np.unique(np.concatenate([*lost.values()])), "its rows were lost with their host")
+    own = np.array([index for group in back for index in group.all_members()], dtype=np.int64)
+    for lost in partition.lost().values() if len(own) else ():
+        make_again(state, partition, own[np.isin(own, lost)], "its rows were lost with a storage unit")
     settle(state, partition)
 
 
@@ -534,6 +542,7 @@ def added(state: PlaneState, partition: Partition, rows: Rows, terms: p.Terms) -
 def _skip(partition: Partition, group: Group, task: str) -> None:
     """One task trains without this group, which others have been given."""
     groups_of(partition).acked(task, [group])
+    group.skipped |= {task}
     partition.consumer(task).give(partition.rows_of(np.array(group.all_members(), dtype=np.int64)), UNLEDGERED)
 
 

@@ -339,6 +339,7 @@ class Groups:
                 self.overtaking[task].remove(group.seq)
             del group.drawn[task]
             group.acked -= {task}
+            group.skipped -= {task}
             if not group.is_done_by_all(group.drawn):
                 self.unfinished[group.index] = group
             self.update(group)

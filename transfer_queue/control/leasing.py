@@ -49,7 +49,8 @@ def lease(state: PlaneState, call: Call, request: p.LeaseGroups) -> p.Reply | Wa
                 return found
         if _is_over(state, request.partitions):
             for partition in [each for name in request.partitions for each in matching(state, [name])]:
-                group_work.groups_of(partition).has_ended = True
+                if partition.groups is not None:
+                    partition.groups.has_ended = True
             return p.Ended(request.id, "sealed")
         waited_s = 0.0 if wait is None else state.calls.now - wait.since
         return p.Failed(request.id, BatchTimeoutError.__name__, _too_late(state, request, waited_s)) if late else None

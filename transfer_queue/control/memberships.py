@@ -26,8 +26,8 @@ class _Unit(Holding):
         state = self._state
         name = state.units.remove(self._number)
         state.waits.wake(_UNITS)
-        for partition in list(state.partitions.values()):
-            lost = partition.lose_unit(self._number)
+        found = [(partition, partition.lose_unit(self._number)) for partition in state.partitions.values()]
+        for partition, lost in found:
             if len(lost):
                 group_work.make_again(state, partition, lost, f"its rows were lost with storage unit {name!r}")
                 state.changed(partition)

@@ -70,6 +70,8 @@ class Model:
         self.rewards: dict[int, int] = {}
         self.version: int | None = None
         self.num_begun = 0
+        self.have_drawers = False
+        """Whether a task that draws groups has asked for some."""
 
     # ---- questions ----
 
@@ -257,19 +259,21 @@ class Model:
     def loses_rows(self, lost: set[int], read: set[int], is_over: bool, now: float) -> list[int]:
         """Values of these rows are gone. Returns those that stay, because a task was given their group.
 
-        ``read``: rows that a task of no group was given. ``is_over``: somebody was told that nothing more comes.
+        ``read``: rows that a task was given which draws no groups. ``is_over``: somebody was told that nothing comes.
         """
         stay: list[int] = []
         for group in self.groups.values():
             rows = set(group.rows())
             if not lost & rows:
                 continue
-            if group.drawn or (not group.terms.tasks and read & rows):
+            if group.drawn or (not group.terms.tasks and not self.have_drawers and read & rows):
                 stay += sorted(lost & rows)
                 continue
             if is_over:
                 self.leaves(group, "failed")
                 continue
+            group.worker_attempts += group.state == "closed" or bool(self.holders(group))
+            group.charged = bool(group.terms.tasks)
             for lease in self.holders(group):
                 del self.leases[lease.token]
             if group.state == "closed" and group.terms.deadline_s is not None:
@@ -277,7 +281,6 @@ class Model:
             self.begins_anew(group)
             group.holder.clear()
             group.state, group.passed = "waiting", False
-            group.worker_attempts += 1
             if group.worker_attempts >= group.terms.worker_attempts:
                 self.leaves(group, "failed")
         return stay

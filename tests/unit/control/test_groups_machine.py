@@ -390,6 +390,7 @@ class GroupsMachine(RuleBasedStateMachine):
                 self.model.trains("actor", group)
         known = number in self.drawn_rounds
         ready = self.model.drawable("actor")
+        self.model.have_drawers = True
         reply = self.queue.fetch("actor", number, rank if self.dp_size > 1 else None, f"trainer{rank}")
         if isinstance(reply, p.Batch):
             heads = self.queue.heads(reply)
@@ -441,6 +442,7 @@ class GroupsMachine(RuleBasedStateMachine):
             self.model.trains("critic", group)
         self.critic_has[critic] = []
         ready = self.model.drawable("critic")
+        self.model.have_drawers = True
         reply = self.queue.fetch("critic", client=critic)
         if isinstance(reply, p.Batch):
             heads = self.queue.heads(reply)
@@ -467,6 +469,7 @@ class GroupsMachine(RuleBasedStateMachine):
         """The other storage unit may end while it is on its way."""
         if self.critic_has[critic]:
             return
+        self.model.have_drawers = True
         reply = self.queue.ask(critic, p.Fetch, PART, "critic", ["resp"], 1, confirm=False)
         if isinstance(reply, p.Batch):
             if self.unit and not seldom:

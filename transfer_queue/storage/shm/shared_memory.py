@@ -150,8 +150,8 @@ class SharedMemoryManager(StorageManager):
         await self._ask_units(written, lambda: Commit(self.session.number(), [call]), Done)
 
     async def abort(self, call: int, units: UnitRuns | None) -> None:
-        await abort(self.session, self._units, call, [unit for unit, _ in units or [(0, 0)]])
         self._units.is_stale = True  # one of them may have ended, which the next try must know
+        await abort(self.session, self._units, call, [unit for unit, _ in units or [(0, 0)]])
 
     async def end_write(self, client: str, call: int, published: bool) -> None:
         await self._ask_all(lambda: EndWrite(self.session.number(), client, call, published), Done)
