@@ -48,15 +48,15 @@ def write_template(kind: str, directory: Path) -> list[str]:
         (each for each in (files("lightning_tq") / "templates" / kind).iterdir() if each.is_file()),
         key=lambda each: each.name,
     )
-    output = str(directory.resolve() / "runs").replace("${", "\\${")  # which a configuration would look up
+    # A run writes into its own directory, wherever it is started. A configuration would look up what follows "${".
+    output = str(directory.resolve() / "runs").replace("${", "\\${")
+    root = f"default_root_dir: {json.dumps(output, ensure_ascii=False)}"
     written: list[Path] = []
     try:
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise ConfigError(f"{directory} isn't an empty directory. Name another one: nothing in it is replaced.")
         directory.mkdir(parents=True, exist_ok=True)
         for source in sources:
-            # A run writes into its own directory, wherever it is started.
-            root = f"default_root_dir: {json.dumps(output, ensure_ascii=False)}"
             written.append(directory / source.name)
             written[-1].write_text(source.read_text().replace(_OUTPUT, root), encoding="utf-8")
     except (OSError, UnicodeError) as error:

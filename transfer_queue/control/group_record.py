@@ -90,8 +90,8 @@ class Group:
     ``left``: the state in which it left. ``is_complete``: no more members will come. ``passed``: no gate is against it,
     so it may be drawn. ``is_ready``: some task could draw it now. ``drawn``: tasks that were given it, each with its
     batch; None once it has trained it. ``acked``: tasks. ``skipped``: those of them that went on
-    without it. ``arrivals``: by task, its place in the order in which groups
-    became ready. ``patience_ends``: when its deadline is, in the plane's seconds.
+    without it. ``arrivals``: by task, its place in the order in which groups became ready. ``patience_ends``: when its
+    deadline is, in the plane's seconds.
     """
 
     index: int

@@ -461,8 +461,9 @@ def undrew(state: PlaneState, partition: Partition, task: str, some: Iterable[Gr
     for group in back:
         state.leases.trainers[task].is_over(group, group.drawn[task])
     groups_of(partition).undrawn(task, back)
-    own = np.array([index for group in back for index in group.all_members()], dtype=np.int64)
-    for lost in partition.lost().values() if len(own) else ():
+    lost = partition.all_lost()
+    if len(lost):
+        own = np.array([index for group in back for index in group.all_members()], dtype=np.int64)
         make_again(state, partition, own[np.isin(own, lost)], "its rows were lost with a storage unit")
     settle(state, partition)
 

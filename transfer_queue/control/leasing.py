@@ -48,7 +48,7 @@ def lease(state: PlaneState, call: Call, request: p.LeaseGroups) -> p.Reply | Wa
             if found is not None:
                 return found
         if _is_over(state, request.partitions):
-            for partition in [each for name in request.partitions for each in matching(state, [name])]:
+            for partition in matching(state, request.partitions):
                 if partition.groups is not None:
                     partition.groups.has_ended = True
             return p.Ended(request.id, "sealed")

@@ -24,12 +24,13 @@ class _Unit(Holding):
     def end(self, died: bool) -> bool:
         """The values in it are gone, so their fields aren't produced any more."""
         state = self._state
-        name = state.units.remove(self._number)
+        state.units.remove(self._number)
         state.waits.wake(_UNITS)
         found = [(partition, partition.lose_unit(self._number)) for partition in state.partitions.values()]
+        reason = f"its rows were lost with storage unit {state.units.lost[self._number]!r}"
         for partition, lost in found:
             if len(lost):
-                group_work.make_again(state, partition, lost, f"its rows were lost with storage unit {name!r}")
+                group_work.make_again(state, partition, lost, reason)
                 state.changed(partition)
         return False
 

@@ -202,12 +202,13 @@ class Partition:
 
     def lose_unit(self, unit: int) -> Indexes:
         """The values in this storage unit are gone. Returns the samples and heads that have lost some."""
-        lost = self.schema.lose_unit(unit)
+        lost, found = self.schema.lose_unit(unit), NO_INDEXES
         for consumer in self.consumers.values():
             consumer.lost(lost)
         for name, rows in lost.items():
-            self._lost[name] = np.union1d(self._lost.get(name, NO_INDEXES), self.table.column("index")[rows])
-        found: Indexes = self.table.column("index")[np.unique(np.concatenate([*lost.values()]))] if lost else NO_INDEXES
+            indexes = self.table.column("index")[rows]
+            self._lost[name] = np.union1d(self._lost.get(name, NO_INDEXES), indexes)
+            found = np.union1d(found, indexes)
         return found
 
     def lost(self) -> dict[str, Indexes]:
@@ -219,6 +220,10 @@ class Partition:
                 del self._lost[name]
         return dict(self._lost)
 
+    def all_lost(self) -> Indexes:
+        """Those samples and heads; one that lost several fields repeats."""
+        return np.concatenate([NO_INDEXES, *self.lost().values()])
+
     def lost_of(self, indexes: Indexes) -> list[str]:
         """The fields that one of these samples lost with a storage unit."""
         return [name for name, lost in self.lost().items() if np.isin(indexes, lost).any()]
@@ -227,7 +232,7 @@ class Partition:
         """The heads of groups that lost a field with a storage unit."""
         if not self._lost:
             return set()
-        lost = np.concatenate([NO_INDEXES, *self.lost().values()])
+        lost = self.all_lost()
         rows, _ = self.table.find(lost)
         return set(lost[self.table.column("state")[rows] == RowState.HEAD].tolist())
 

@@ -37,13 +37,12 @@ class UnitTable:
         self.by_number[unit.number] = unit
         self.version += 1
 
-    def remove(self, number: int) -> str:
-        """The unit has ended. Returns its name."""
-        name = self.lost[number] = self.by_number.pop(number).name
+    def remove(self, number: int) -> None:
+        """The unit has ended."""
+        self.lost[number] = self.by_number.pop(number).name
         while len(self.lost) > _MOST_LOST:
             del self.lost[next(iter(self.lost))]
         self.version += 1
-        return name
 
     def check(self, spec: p.FieldSpec) -> None:
         """Raises UnitLostError if values lie in a unit that has ended."""

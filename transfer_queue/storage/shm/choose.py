@@ -31,8 +31,6 @@ class UnitDirectory:
         self._infos: dict[int, UnitInfo] = {}
         self._version = 0
         self._listed_at = float("-inf")
-        self.is_stale = False
-        """Whether the units are to be listed before they are used again."""
         self._turn = 0
         if len(peers) == 1:
             self._connections[0] = UnitConnection(peers[0], shared)
@@ -60,9 +58,13 @@ class UnitDirectory:
 
     async def all(self, fresh: bool = True) -> list[tuple[int, UnitConnection]]:
         """Every unit that is there, in the order of their numbers."""
-        if fresh or self.is_stale or time.monotonic() > self._listed_at + _FRESH_S:
+        if fresh or time.monotonic() > self._listed_at + _FRESH_S:
             await self.refresh()
         return sorted(self._connections.items())
+
+    def outdate(self) -> None:
+        """One of them may have ended: list them before they are used again."""
+        self._listed_at = float("-inf")
 
     async def lost_among(self, numbers: Iterable[int]) -> list[int]:
         """Those of these units that have ended. Where one does not answer, the controller may learn of it a little
@@ -82,7 +84,7 @@ class UnitDirectory:
             return
         listed = await self._session.ask(ListUnits, Units, self._version if wait_s else None, wait_s, wait_s=wait_s)
         self._version = listed.version
-        self._listed_at, self.is_stale = time.monotonic(), False
+        self._listed_at = time.monotonic()
         self._infos = {info.number: info for info in listed.units}
         for number in [number for number in self._connections if number not in self._infos]:
             self._connections.pop(number).close()

@@ -150,7 +150,7 @@ class SharedMemoryManager(StorageManager):
         await self._ask_units(written, lambda: Commit(self.session.number(), [call]), Done)
 
     async def abort(self, call: int, units: UnitRuns | None) -> None:
-        self._units.is_stale = True  # one of them may have ended, which the next try must know
+        self._units.outdate()  # the next try must not choose one that has ended
         await abort(self.session, self._units, call, [unit for unit, _ in units or [(0, 0)]])
 
     async def end_write(self, client: str, call: int, published: bool) -> None:
