@@ -191,12 +191,23 @@ def _fetched_one_ahead(wait: StreamWait) -> Found:
     if not wait.is_fetched_ahead or progress.taken <= progress.trained:
         return None
     return "ahead", wait.then(
+        _no_worker(wait),
         f"This is batch {progress.taken} while batch {progress.trained} is untrained, because Lightning fetches one "
         "batch ahead when the length is unknown. If producers wait for that step (for new weights), this is a "
         "deadlock: set Stream(num_batches=...) or Trainer(limit_train_batches=...).",
         "" if wait.about.get("sealed") else
         f"If no more samples come, seal the partition: client.seal_partition({wait.partition!r}).",
     )  # fmt: skip
+
+
+def _no_worker(wait: StreamWait) -> str:
+    groups = wait.about.get("groups")
+    slots = groups and groups["slots"].get(wait.reader.stream.task)
+    if not slots or slots["used"] >= slots["budget"]:
+        return ""
+    states = groups["states"]
+    is_idle = states.get("waiting") and not states.get("running")
+    return "No group is worked on: if none run, start workers that lease groups." if is_idle else ""
 
 
 def _fetched_before_hooks(wait: StreamWait) -> Found:

@@ -18,7 +18,7 @@ import msgspec
 
 from lightning_tq.checks import counted
 from lightning_tq.cli.queue_commands import run_joined, seconds
-from transfer_queue.errors import ConfigError, QueueUnreachableError, TransferQueueError, UnitLostError
+from transfer_queue.errors import ConfigError, QueueUnreachableError, TransferQueueError
 
 if TYPE_CHECKING:
     from transfer_queue import RecordedBatches, TransferQueueClient
@@ -134,10 +134,7 @@ class _Recorder:
         started = time.monotonic()
         if self._behind:
             directory = self._directory / f"{self._number:06}"
-            try:
-                self._written += self._client.save_batches(directory, self._own)
-            except UnitLostError:  # without the values that it held, once the queue knows
-                self._written += self._client.save_batches(directory, self._own)
+            self._written += self._client.save_batches(directory, self._own)
             self._number, self._behind = self._number + 1, 0
             self._due = time.monotonic() + max(_EVERY_S, (_SHARE - 1) * (time.monotonic() - started))
 

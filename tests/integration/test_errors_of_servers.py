@@ -152,6 +152,28 @@ def test_a_killed_unit_is_an_error_for_what_it_holds_and_the_queue_still_closes(
         client.get_meta(["a"], 1, "other", task_name="t", timeout_s=JOIN_S)
 
 
+def test_a_queue_is_saved_although_a_unit_ends_meanwhile_and_knows_what_it_lost(start, tmp_path):
+    conf = start({"server_processes": "each", "backend": {"SimpleStorage": {"num_data_storage_units": 2}}})
+    client = tq.get_client()
+    metas = [client.put({"x": torch.full((3,), n)}, partition_id="p") for n in range(4)]
+    victim = psutil.Process(server(conf, "unit0").pid)
+    victim.suspend()
+    with ThreadPoolExecutor(1) as pool:
+        saved = pool.submit(client.save_checkpoint, tmp_path / "saved")
+        while not list(tmp_path.rglob("0000-p")):  # its values are being read
+            assert not saved.done()
+        victim.kill()
+        saved.result(JOIN_S)
+    lost = client.get_lost_samples("p")
+    assert 0 < len(lost["x"]) < 12
+    client.load_checkpoint(tmp_path / "saved")
+    assert client.get_lost_samples("p").keys() == {"x"}
+    assert len(client.get_lost_samples("p")["x"]) == len(lost["x"])
+    left = [n for n, meta in enumerate(metas) for index in meta.global_indexes if index not in lost["x"]]
+    batch = client.get_meta(["x"], len(left), "p", task_name="t", timeout_s=JOIN_S)
+    assert client.get_data(batch)["x"].tolist() == left
+
+
 def test_calls_under_way_at_a_unit_that_is_killed_name_what_was_lost_and_puts_go_to_another(start):
     conf = start({"server_processes": "each", "backend": {"SimpleStorage": {"num_data_storage_units": 2}}})
     client, number = tq.get_client(), 4

@@ -408,6 +408,27 @@ def test_a_gate_that_does_not_parse_leaves_the_task_as_it_was(client, name, acto
     assert client.get_meta(["answer"], 1, name, task_name=actor).size == 2
 
 
+def test_each_head_has_its_own_fields(client, name):
+    client.add_groups({"text": ["a", "b"]}, name)
+    client.add_groups({"text": ["c"], "image": torch.ones(1, 3)}, name)
+    client.add_groups({"number": torch.ones(1)}, name)
+    found = [sorted(lease.head.keys()) for lease in client.lease(name, 4, timeout_s=20.0)]
+    assert found == [["text"], ["text"], ["image", "text"], ["number"]]
+
+
+def test_a_group_that_is_ready_is_so_after_a_load(client, name, actor, tmp_path):
+    client.add_groups({"number": torch.arange(3)}, name, tasks=[actor])
+    for lease in client.lease(name, 3, timeout_s=20.0):
+        lease.close({"answer": torch.ones(2)})
+    position = {"dp_rank": 0, "batch_index": 0}
+    client.get_meta(["answer"], partition_id=name, task_name=actor, timeout_s=20.0, sampling_config=position)
+    states = [tags["group.state"] for tags in client.kv_list(name)[name].values()]
+    client.save_checkpoint(tmp_path / "c")
+    client.load_checkpoint(tmp_path / "c")
+    assert states == ["drawn", "drawn", "ready"]
+    assert [tags["group.state"] for tags in client.kv_list(name)[name].values()] == states
+
+
 def test_a_field_that_a_head_lacks_is_named(client, name):
     client.add_groups(heads(2), name)
     for lease in client.lease(name, 2):

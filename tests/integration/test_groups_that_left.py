@@ -142,6 +142,18 @@ def test_ranks_get_one_error_where_nothing_is_left_for_one_of_them_and_go_on_tog
     ]  # fmt: skip
 
 
+def test_what_a_rank_has_not_received_of_such_a_round_is_drawn_again(client, name, critic):
+    close_groups(client, [name, critic], name, [1] * 8)
+    assert take(stream(name, name, None, dp_size=2), 1)[0] == [[0, 2]]
+    reject(client, critic, name, 0, 2, batches=3)
+    for _ in range(2):
+        with pytest.raises(tq.errors.InvalidRequestError, match=r"all groups that dp_rank 0 .* in batch 0 "):
+            take(stream(name, name, None, dp_rank=1, dp_size=2))
+    after = {"partition_id": name, "batch_index": 1, "micro_batch": 0}
+    later = [take(stream(name, name, None, after, dp_rank=rank, dp_size=2), 1)[0] for rank in range(2)]
+    assert sorted(number for ((*own,),) in later for number in own) == [1, 3, 4, 5]
+
+
 def test_a_round_with_a_rank_for_which_nothing_is_left_is_drawn_again_after_a_reset(client, name, critic):
     close_groups(client, [name, critic], name, [1] * 6)
     assert take(stream(name, name, None, dp_size=2), 1)[0] == [[0, 2]]

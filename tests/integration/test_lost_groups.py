@@ -12,7 +12,7 @@ import torch
 import transfer_queue as tq
 from tests.own_processes import SLOW
 
-CONF = {"server_processes": "each", "backend": {"SimpleStorage": {"num_data_storage_units": 7}}}
+CONF = {"server_processes": "each", "backend": {"SimpleStorage": {"num_data_storage_units": 8}}}
 """Each test ends one of them."""
 WAIT_S = 60.0 * SLOW
 AT = {"dp_rank": 0, "batch_index": 0}
@@ -137,3 +137,18 @@ def test_they_fail_where_a_worker_or_a_task_was_told_that_nothing_more_comes(cli
     assert len(trained(client, name, 2 * states.count("closed"))) == 2 * states.count("closed")
     with pytest.raises(tq.EndOfPartitionError):
         client.get_meta(["answer"], partition_id=name, task_name=f"train {name}", timeout_s=WAIT_S)
+
+
+def test_a_saved_queue_knows_which_heads_were_lost(client, name, tmp_path):
+    before = rows_in_units(client)
+    client.add_groups({"number": torch.arange(1)}, name, keys=["a"])
+    (victim,) = [unit for unit, count in rows_in_units(client).items() if count > before[unit]]
+    lose(client, victim)
+    client.add_groups({"number": torch.arange(1, 4)}, name, keys=list("bcd"))
+    client.save_checkpoint(tmp_path / "c")
+    client.load_checkpoint(tmp_path / "c")
+    assert len(client.get_lost_samples(name)["number"]) == 1
+    leases = client.lease(name, 4, timeout_s=WAIT_S)
+    assert [(lease.key, lease.head["number"].item()) for lease in leases] == [("b", 1), ("c", 2), ("d", 3)]
+    with pytest.raises(tq.errors.UnitLostError, match="'number'"):
+        client.lease(name, timeout_s=WAIT_S)

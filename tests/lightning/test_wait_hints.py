@@ -77,6 +77,25 @@ def test_a_deadlock_with_producers_that_wait_for_a_step_is_explained(
     ]
 
 
+def test_where_nobody_leases_groups_workers_are_asked_for_first(data: Make, trainer: MakeTrainer, hints: Hints) -> None:
+    sampler = tq.GroupSampler(groups=1, ahead=1)
+    dm = data(train=Stream(partition="train", task="learn", fields=["x", "text"], sampler=sampler))
+    dm.client.register_task("learn", sampler)
+    dm.client.add_groups({"n": torch.arange(2)}, "train", tasks=["learn"])
+    dm.client.seal_partition("train")
+
+    def work(text: str = "") -> None:
+        for lease in dm.client.lease("train"):
+            lease.close(rows(4))
+
+    work()
+    hints.then = work
+    trainer().fit(Recorder(), datamodule=dm)
+    (text,) = hints.texts
+    assert "1 waiting for a worker" in text
+    assert ". No group is worked on: if none run, start workers that lease groups. This is batch 1 while" in text
+
+
 def test_a_rank_that_knows_no_producers_calls_nothing_a_deadlock(
     data: Make, trainer: MakeTrainer, hints: Hints, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from transfer_queue.checkpoint.saved_values import Places, SavedValues, save_val
 from transfer_queue.checkpoint.spool import spooled_checkpoint
 from transfer_queue.client.base import ClientBase
 from transfer_queue.control.saved import SavedBatch, SavedQueue, saved_indexes
+from transfer_queue.errors import UnitLostError
 from transfer_queue.transport.blocking import is_blocking, off_loop
 from transfer_queue.utils.logging_utils import get_logger
 
@@ -37,6 +38,10 @@ class _Staged(NamedTuple):
     call: int = 0
     shift: int = 0
     places: Places = Places()
+
+
+_LOSSES = 3
+"""Losses of storage units that one save outlives."""
 
 
 class Checkpoints(ClientBase):
@@ -57,6 +62,7 @@ class Checkpoints(ClientBase):
             metadata: Your own data, which ``metadata.json`` keeps.
         Raises:
             CheckpointError: it could not be written; nothing new is left, and an earlier checkpoint is as it was.
+            UnitLostError: storage units have ended again and again meanwhile.
             ConfigError: fsspec has no file system for this URL, or a package for it is missing.
         Examples:
             >>> meta = client.put({"x": torch.arange(4)}, partition_id="train")
@@ -180,7 +186,18 @@ class Checkpoints(ClientBase):
     async def _save(
         self, directory: AnyPath, user: dict[str, Any], task: str | None = None
     ) -> list[tuple[str, SavedBatch]]:
-        """Save the whole queue, or the open batches of a task; returns these, each with its partition."""
+        """Save the whole queue, or the open batches of a task; returns these, each with its partition.
+
+        If values are lost with a storage unit meanwhile, it begins anew, without them.
+        """
+        for _ in range(_LOSSES):
+            with suppress(UnitLostError):  # the queue knows of it by now
+                return await self._save_once(directory, user, task)
+        return await self._save_once(directory, user, task)
+
+    async def _save_once(
+        self, directory: AnyPath, user: dict[str, Any], task: str | None
+    ) -> list[tuple[str, SavedBatch]]:
         with Staging(directory) as staging:
             async with self._frozen(staging.path / CONTROLLER, task) as controller:
                 await self._save_storage(staging.path)

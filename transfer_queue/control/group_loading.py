@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from transfer_queue.control.group_record import LEFT, TRAINED, UNDER_WORK, Group
+from transfer_queue.control.group_record import LEFT, READY, TRAINED, UNDER_WORK, Group
 from transfer_queue.control.group_work import groups_of
 from transfer_queue.control.groups import COLUMNS, HEAD, PART, TERMS, Groups
 from transfer_queue.control.partition import Partition
@@ -55,7 +55,7 @@ def _load(groups: Groups, index: int, terms: Terms, tags: Tags) -> None:
     group = Group(index, terms, seq, tags.get("group.version"))
     group.attempts, group.worker_attempts, group.passed = attempts, worker_attempts, bool(passed)
     group.closed, group.reasons = set(closed), reasons
-    group.is_complete = state not in UNDER_WORK
+    group.is_complete, group.is_ready = state not in UNDER_WORK, state == READY
     groups.enter(group)
     groups.update(group)
     for task in terms.tasks if state == TRAINED else ():

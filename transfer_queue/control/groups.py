@@ -313,7 +313,7 @@ class Groups:
         """All of it is to be made again, by other leases. Its rows are about to be deleted."""
         group.closed.clear()
         group.holders.clear()
-        group.is_complete = group.passed = False
+        group.is_complete = group.passed = group.is_ready = False
         self.update(group)
 
     # ---- draws ----

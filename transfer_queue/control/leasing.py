@@ -103,16 +103,24 @@ class _Grants:
                 group_work.clear(self._state, partition, self._unused)
                 self._unused.clear()
                 group_work.settle(self._state, partition)
-                heads = np.array([each.group.index for each in made], dtype=np.int64)
-                rows = partition.rows_of(heads)
-                fields = [*partition.schema.fields_of(rows), *partition.lost_of(heads)]  # so reading it names the loss
-                self._heads.append(describe(self._request.id, partition, heads, fields, rows))
+                self._heads += self._described(partition, np.array([each.group.index for each in made], np.int64))
             if not self._num_missing:
                 break
         if not self._leases:
             return None
         self._state.calls.hold(self._call, Unconfirmed(self._state, self._leases))
         return p.LeasedGroups(self._request.id, self._granted, self._heads)
+
+    def _described(self, partition: Partition, heads: p.Indexes) -> Iterator[p.Batch]:
+        """Those with equal fields together."""
+        rows, schema = partition.rows_of(heads), partition.schema
+        differ = schema.fields_of_some(rows, schema.fields_of(rows))
+        alike: dict[tuple[str, ...], list[int]] = {}
+        for at in range(len(rows)):
+            alike.setdefault(tuple(schema.fields_of(rows[at : at + 1])) if differ else (), []).append(at)
+        for own in alike.values():
+            fields = [*schema.fields_of(rows[own]), *partition.lost_of(heads[own])]  # so reading it names the loss
+            yield describe(self._request.id, partition, heads[own], fields, rows[own])
 
     @property
     def _num_missing(self) -> int:

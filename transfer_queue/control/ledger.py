@@ -116,6 +116,11 @@ class Ledger:
         shares = [self.get((rank, batch_index)) for rank in range(num_ranks)]
         return next((rank for rank, share in enumerate(shares) if share is not None and not share.owned), None)
 
+    def not_received(self, batch_index: int, num_ranks: int) -> list[Entry]:
+        """The open shares of this round that their ranks have not received. Some may be on their way."""
+        ranks = [self._ranks[rank] for rank in range(num_ranks) if self.get((rank, batch_index))]
+        return [own.open[batch_index] for own in ranks if batch_index >= own.next or batch_index in own.missed]
+
     def first_undrawn(self, key: BatchKey, first: int) -> int:
         """The first batch, at least ``first``, after the last one drawn for this rank before this batch."""
         own = self._ranks.get(key[0])

@@ -202,14 +202,17 @@ class Partition:
 
     def lose_unit(self, unit: int) -> Indexes:
         """The values in this storage unit are gone. Returns the samples and heads that have lost some."""
-        lost, found = self.schema.lose_unit(unit), NO_INDEXES
+        lost = self.schema.lose_unit(unit)
         for consumer in self.consumers.values():
             consumer.lost(lost)
-        for name, rows in lost.items():
-            indexes = self.table.column("index")[rows]
+        indexes = {name: self.table.column("index")[rows] for name, rows in lost.items()}
+        self.has_lost(indexes)
+        return np.unique(np.concatenate([NO_INDEXES, *indexes.values()]))
+
+    def has_lost(self, lost: Mapping[str, Indexes]) -> None:
+        """``lost``: by field, samples and heads that don't have it any more since a storage unit went."""
+        for name, indexes in lost.items():
             self._lost[name] = np.union1d(self._lost.get(name, NO_INDEXES), indexes)
-            found = np.union1d(found, indexes)
-        return found
 
     def lost(self) -> dict[str, Indexes]:
         """By field, the samples that lost it with a storage unit, and that nobody has put again."""

@@ -105,6 +105,7 @@ class Restored:
             partition.num_puts, partition.num_heads = saved.num_puts, saved.num_heads
             partition.last_published = None if saved.published_ago_s is None else self._now - saved.published_ago_s
             partition.missing_free = saved.missing_free
+            partition.has_lost({name: unpack_indexes(own) + self._shift for name, own in saved.lost.items()})
             self.partitions[saved.name] = partition
         elif next(reversed(self.partitions)) != saved.name:
             raise ValueError(f"partition {saved.name!r} is there twice")

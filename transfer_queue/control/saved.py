@@ -109,7 +109,7 @@ class SavedPartition(msgspec.Struct):
 
     In older files pre-allocated rows that no writer had reserved are rows, too. ``groups``: columns of heads and
     members; ``terms`` of the groups, numbered from 1 in those columns; ``left_by``: tasks that draw none of
-    them any more.
+    them any more; ``lost``: by field, the indexes of rows that lost it with a storage unit.
     """
 
     name: str
@@ -136,6 +136,7 @@ class SavedPartition(msgspec.Struct):
     terms: list[Terms] = []
     num_heads: int = 0
     left_by: list[str] = []
+    lost: dict[str, bytes] = {}
 
 
 class SavedSampler(msgspec.Struct):

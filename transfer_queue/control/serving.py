@@ -104,10 +104,9 @@ class Taken(Holding):
         consumer = partition.consumers.get(self.consumer.task)
         if consumer is None:
             return
-        drawn, number = self.drawn, UNLEDGERED
         if self.batch is None:
-            if consumer is not self.consumer or consumer.ledger.num_resets != self._num_resets:
-                return  # it may be drawn again already
+            if consumer is self.consumer and consumer.ledger.num_resets == self._num_resets:  # else it may be, already
+                _draw_again(self._state, partition, consumer, self.drawn, UNLEDGERED)
         else:
             entry = consumer.ledger.get(self.batch)
             if entry is None or entry.token != self._token:  # it has the same token if it was restored meanwhile
@@ -116,15 +115,23 @@ class Taken(Holding):
                 consumer.ledger.missed(self.batch)
                 return
             # The rank's next fetch may ask for other fields, or another number of samples.
-            following.gave_back(self._state, partition, consumer.task, self.batch)
-            consumer.ledger.close(entry)
-            drawn, number = entry.consumes, entry.number
-        rows, found = partition.table.find(drawn)
-        consumer.release(rows[found], number)
-        if consumer.hands.counts:
-            consumer.release(rows[found], IN_HAND)
-        if partition.groups is not None and len(rows):
-            group_work.undrew(self._state, partition, consumer.task, partition.groups.of_rows(rows[found]))
+            _take_back(self._state, partition, consumer, entry)
+
+
+def _take_back(state: PlaneState, partition: Partition, consumer: Consumer, entry: Entry) -> None:
+    """Nobody received this batch, and nobody will."""
+    following.gave_back(state, partition, consumer.task, entry.key)
+    consumer.ledger.close(entry)
+    _draw_again(state, partition, consumer, entry.consumes, entry.number)
+
+
+def _draw_again(state: PlaneState, partition: Partition, consumer: Consumer, drawn: Indexes, number: int) -> None:
+    rows, found = partition.table.find(drawn)
+    consumer.release(rows[found], number)
+    if consumer.hands.counts:
+        consumer.release(rows[found], IN_HAND)
+    if partition.groups is not None and len(rows):
+        group_work.undrew(state, partition, consumer.task, partition.groups.of_rows(rows[found]))
 
 
 class Reading(Holding):
@@ -205,7 +212,6 @@ class ServedFetch:
                 return Ended(self._fetch.id, "consumed")
             entry = self._known((self._rank, batch_index))
             if entry is not None:
-                self._check_round(entry)
                 return self._from_ledger(entry)
             for earlier in self._skipped((self._rank, batch_index)) if may_draw else ():
                 fetch = msgspec.structs.replace(self._fetch, batch_index=earlier, first_index=None)
@@ -277,8 +283,12 @@ class ServedFetch:
         return range(self.consumer.ledger.first_undrawn(key, self._fetch.first_index), key[1])
 
     def _known(self, key: BatchKey) -> Entry | None:
+        if not self.consumer.ledger.holds(key):
+            return None
         entry = self.consumer.ledger.get(key)
-        if entry is None and self.consumer.ledger.holds(key):
+        if self._groups is not None:
+            self._check_round(key[1], (self._dp_size if entry is None else entry.dp_size) or 1)
+        if entry is None:
             raise InvalidRequestError(
                 f"batch {key[1]} of task {self._fetch.task!r}, dp_rank {key[0]}, partition {self.partition.name!r} is "
                 f"settled: it was acknowledged, or its samples were cleared. Ask for a later batch_index, or reset "
@@ -287,20 +297,27 @@ class ServedFetch:
             )
         return entry
 
-    def _check_round(self, entry: Entry) -> None:
-        """Raises InvalidRequestError if a rank could not make a step with its share of this round."""
-        if self._groups is None or entry.dp_size in (None, 1):
+    def _check_round(self, index: int, num_ranks: int) -> None:
+        """Raises InvalidRequestError if a rank could not make a step with its share of this round.
+
+        Then the shares that their ranks have not received are drawn again.
+        """
+        ledger = self.consumer.ledger
+        rank = None if num_ranks == 1 else ledger.without_samples(index, num_ranks)
+        if rank is None:
             return
-        index = entry.key[1]
-        rank = self.consumer.ledger.without_samples(index, entry.dp_size)
-        if rank is not None:
-            raise InvalidRequestError(
-                f"all groups that dp_rank {rank} was to train in batch {index} of task {self._fetch.task!r}, partition "
-                f"{self.partition.name!r}, have left since the batch was drawn: they were rejected, maybe by a reader "
-                f"of another task. Ranks must make equally many steps, so none of them gets this batch (again). Go on "
-                f"at batch_index {index + 1} on all ranks, or reset the task's consumption. To avoid it, reject groups "
-                f"before they are drawn: by a gate (GroupSampler(gate=...)), or by their worker (lease.reject)."
-            )
+        for entry in ledger.not_received(index, num_ranks):
+            if entry.owned:
+                _take_back(self._state, self.partition, self.consumer, entry)
+                self._state.changed(self.partition)
+        raise InvalidRequestError(
+            f"all groups that dp_rank {rank} was to train in batch {index} of task {self._fetch.task!r}, partition "
+            f"{self.partition.name!r}, have left since the batch was drawn: they were rejected, maybe by a reader "
+            f"of another task. Ranks must make equally many steps, so none of them gets this batch (again); what no "
+            f"rank has received of it is drawn again. Go on at batch_index {index + 1} on all ranks, or reset the "
+            f"task's consumption. To avoid it, reject groups before they are drawn: by a gate "
+            f"(GroupSampler(gate=...)), or by their worker (lease.reject)."
+        )
 
     def _draw(self, batch_index: int | None) -> Draw:
         fetch = self._fetch

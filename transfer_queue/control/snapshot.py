@@ -155,6 +155,7 @@ class FrozenPartition:
             terms=[] if partition.groups is None else list(partition.groups.fresh),
             num_heads=partition.num_heads,
             left_by=[] if partition.groups is None else sorted(partition.groups.left_by),
+            lost={name: pack_indexes(indexes) for name, indexes in partition.lost().items()},
         )  # fmt: skip
         cuts = (-(-len(each.entries) // BATCHES) for each in self._consumers)
         self._num_sections = max(1, -(-self.table.size // ROWS), *cuts)
@@ -188,7 +189,7 @@ class FrozenPartition:
             groups={name: table.column(name)[rows].astype(dtype).tobytes() for name, dtype in COLUMNS
                     if table.has_column(name)},
             keys=keys, key_indexes=pack_indexes(named), tagged=pack_indexes(tagged), tags=tags,
-            missing_free=0 if number else head.missing_free,
+            missing_free=0 if number else head.missing_free, lost={} if number else head.lost,
         )  # fmt: skip
         if number + 1 == self._num_sections:
             self.release()
