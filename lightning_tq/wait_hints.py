@@ -201,12 +201,11 @@ def _fetched_one_ahead(wait: StreamWait) -> Found:
 
 
 def _no_worker(wait: StreamWait) -> str:
-    groups = wait.about.get("groups")
-    slots = groups and groups["slots"].get(wait.reader.stream.task)
-    if not slots or slots["used"] >= slots["budget"]:
+    groups = wait.about.get("groups", {"slots": {}})
+    slots = groups["slots"].get(wait.reader.stream.task)
+    if slots is None or slots["used"] >= slots["budget"] or groups["states"].get("running"):
         return ""
-    states = groups["states"]
-    is_idle = states.get("waiting") and not states.get("running")
+    is_idle = groups["states"].get("waiting", 0) > 0
     return "No group is worked on: if none run, start workers that lease groups." if is_idle else ""
 
 
