@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
+from fnmatch import fnmatchcase
 from functools import cached_property
 from numbers import Real
 from os import PathLike
@@ -186,6 +187,13 @@ class Stream:
             sampler.check(self.batch_size or 0, dp_size)
         # An earlier run may have registered the task with another policy, which would hold on.
         client.register_task(self.task, sampler, dp_size, self.tail or ("uneven_ok" if dp_size == 1 else "drop"))
+
+    def deal_anew(self, client: TransferQueueClient, dp_size: int, stage: str) -> None:
+        """Reset what this task was given for another number of ranks, where it reads from the first batch each time."""
+        for name, partition in client.get_stats()["partitions"].items():
+            given_for = partition["tasks"].get(self.task, {}).get("dp_size")
+            if fnmatchcase(name, self.pattern(stage)) and given_for not in (None, dp_size):
+                client.reset_consumption(name, self.task)
 
     @cached_property
     def record(self) -> RecordedBatches | None:

@@ -86,7 +86,8 @@ def _run(name: str, args: Sequence[str]) -> int:
     try:
         run: Callable[[Sequence[str]], int] = getattr(import_module(f"lightning_tq.cli.{module}"), function)
         status = run(args)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed, as with ">&-"
+            sys.stdout.flush()
         return status
     except KeyboardInterrupt:  # often while torch is imported
         return _INTERRUPTED

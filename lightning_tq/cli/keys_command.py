@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 
 
@@ -20,7 +21,7 @@ def main(args: Sequence[str]) -> int:
     tq.make_key_file(path)
     print(
         f"{path} holds new keys. Copy it to the other hosts (scp -p), then start a server:\n"
-        f"  lightning-tq serve --listen tcp://0.0.0.0:5555 --key-file {path}\n"
+        f"  lightning-tq serve --listen tcp://0.0.0.0:5555 --key-file {shlex.quote(path)}\n"
         f"Programs of other hosts find it by TQ_KEY_FILE."
     )
     return 0

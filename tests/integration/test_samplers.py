@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from plain_rows import rows
@@ -83,6 +85,32 @@ def test_two_tasks_of_one_partition_draw_by_their_own_samplers(client, name, tas
     assert client.get_meta(["a"], 4, name, task_name=task).size == 4
     config = {"dp_rank": 0, "batch_index": 0}
     assert client.get_meta(["a"], 4, name, task_name=f"{task} 2", sampling_config=config).size == 2
+
+
+@pytest.mark.parametrize(("before", "now"), [(1, 2), (2, 1), (2, 4)])
+def test_batches_for_another_number_of_ranks_are_refused_and_dealt_anew_after_a_reset(client, name, task, before, now):
+    client.put(rows(a=torch.arange(8)), partition_id=name)
+    client.seal_partition(name)
+
+    def read(rank):
+        found, at = [], {"dp_rank": rank}
+        with contextlib.suppress(tq.EndOfPartitionError):
+            for index in range(9):
+                meta = client.get_meta(["a"], 2, name, task_name=task, sampling_config={**at, "batch_index": index})
+                found += client.get_data(meta)["a"].tolist()
+        return found
+
+    client.register_task(task, "RankAwareSampler", before)
+    assert sorted(value for rank in range(before) for value in read(rank)) == list(range(8))
+    client.register_task(task, "RankAwareSampler", now)
+    for rank in range(now):
+        with pytest.raises(ValueError, match=f"another one; it is {now} now"):
+            read(rank)
+    client.reset_consumption(name, task)
+    dealt = [read(rank) for rank in range(now)]
+    assert sorted(value for own in dealt for value in own) == list(range(8))
+    client.reset_consumption(name, task)
+    assert [read(rank) for rank in range(now)] == dealt, "those stay"
 
 
 def test_clearing_samples_drops_the_batches_that_held_them(client, name, task):

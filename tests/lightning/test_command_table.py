@@ -55,6 +55,13 @@ def test_a_command_whose_reader_has_gone_ends_without_a_traceback() -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+def test_a_command_whose_output_is_closed_ends_without_a_traceback(tmp_path: Path) -> None:
+    command = ["sh", "-c", f"exec {sys.executable} -m lightning_tq keys '{tmp_path}/new keys' >&-"]
+    ended = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (tmp_path / "new keys").is_file()
+
+
 @pytest.mark.parametrize("words", [["doctor", "ipc:///nowhere/controller"], ["simulate", "--step-s", "1"]])
 def test_ctrl_c_while_modules_are_imported_ends_a_command_without_a_traceback(tmp_path: Path, words: list[str]) -> None:
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")

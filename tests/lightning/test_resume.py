@@ -265,6 +265,20 @@ def test_changed_sizes_are_refused_within_a_partition_and_allowed_in_the_next(
     assert [rows for _, rows in model.seen["train"]] == [indexes[1][:6], indexes[1][6:]]
 
 
+def test_another_number_of_ranks_validates_on_all_samples(data: Make, trainer: MakeTrainer) -> None:
+    """The queue of an earlier run, or its checkpoint, holds the batches that two ranks had."""
+    dm = data(val=stream("{stage}", task="learn"))
+    indexes = fill(dm.client, "val", 16)
+    dm.client.register_task("learn", "RankAwareSampler", 2)
+    for rank in range(2):
+        for index in range(2):
+            at = {"dp_rank": rank, "batch_index": index}
+            assert dm.client.get_meta(["x"], 4, "val", task_name="learn", sampling_config=at).size == 4
+    model = Recorder()
+    trainer().validate(model, datamodule=dm, verbose=False)
+    assert model.seen["val"] == [("val", indexes[start : start + 4]) for start in range(0, 16, 4)]
+
+
 @pytest.mark.parametrize(
     ("partition", "advice"),
     [

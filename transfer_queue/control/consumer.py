@@ -237,15 +237,15 @@ class Consumer:
         for name in self._undrawn_with:
             self._undrawn_with[name] -= int(np.count_nonzero(self._schema.has(name)[rows]))
 
-    def reset(self) -> None:
+    def reset(self, dp_size: int | None = None) -> None:
         """Mark all samples as unconsumed. Batches in the ledger keep their samples, so equal requests get equal
-        answers.
+        answers, but for those that were drawn for another number of ranks than ``dp_size`` (None: not known).
         """
         self._table.copies.make()
         for entry in self.ledger.open_entries():
             if not self._table.find(entry.indexes)[1].any():
                 self.ledger.close(entry)
-        kept = self.ledger.reset()
+        kept = self.ledger.reset(dp_size)
         given = self.given
         given[~np.isin(given, kept)] = 0
         self.consumed[:] = False

@@ -117,9 +117,15 @@ class Ledger:
         return next((rank for rank, share in enumerate(shares) if share is not None and not share.owned), None)
 
     def not_received(self, batch_index: int, num_ranks: int) -> list[Entry]:
-        """The open shares of this round that their ranks have not received. Some may be on their way."""
-        ranks = [self._ranks[rank] for rank in range(num_ranks) if self.get((rank, batch_index))]
-        return [own.open[batch_index] for own in ranks if batch_index >= own.next or batch_index in own.missed]
+        """The open shares of this round that their ranks have not received."""
+        shares = [self.get((rank, batch_index)) for rank in range(num_ranks)]
+        open_shares = [(share, self._ranks[share.key[0]]) for share in shares if share is not None]
+        return [share for share, own in open_shares if batch_index >= own.next or batch_index in own.missed]
+
+    @property
+    def dp_size(self) -> int | None:
+        """Of the first open batch."""
+        return next((entry.dp_size for entry in self._by_number.values()), None)
 
     def first_undrawn(self, key: BatchKey, first: int) -> int:
         """The first batch, at least ``first``, after the last one drawn for this rank before this batch."""
@@ -240,17 +246,20 @@ class Ledger:
         own.pass_settled()
         self.samples_changed()  # a fetch that waits for its fields is refused now
 
-    def reset(self) -> list[int]:
+    def reset(self, dp_size: int | None) -> list[int]:
         """After a reset of consumption, acknowledged batches may be drawn again. Returns the numbers of the remaining
         entries.
 
-        A round that some ranks have acknowledged is deleted, because it can only be drawn again for all ranks.
+        A round that some ranks have acknowledged is deleted, because it can only be drawn again for all ranks. So is
+        one of another number of ranks than ``dp_size`` (None: not known).
         """
         rounds = {entry.key[1] for entry in self._by_number.values() if entry.dp_size is not None}
         ranks = self._ranks.values()
         torn = {index for index in rounds if any(index in own.drawn and index not in own.open for own in ranks)}
-        for entry in [e for e in self._by_number.values() if e.dp_size is not None and e.key[1] in torn]:
-            self.close(entry)
+        for entry in self.open_entries():
+            is_of_others = dp_size is not None and entry.dp_size not in (None, dp_size)
+            if is_of_others or (entry.dp_size is not None and entry.key[1] in torn):
+                self.close(entry)
         for own in ranks:
             own.drawn, own.next, own.missed = Runs(), 0, set()
         self.end = 0

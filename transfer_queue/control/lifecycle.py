@@ -212,8 +212,9 @@ def reset_consumption(state: PlaneState, call: Call, request: p.ResetConsumption
     if partition is None:
         return p.Done(request.id, False)
     for name, consumer in partition.consumers.items():
-        if request.task in (None, name, state.tasks.get(name).follows):
-            consumer.reset()
+        leader = state.tasks.get(name).follows
+        if request.task in (None, name, leader):
+            consumer.reset(state.tasks.get(leader or name).dp_size)
             group_work.reset(state, partition, name)
     state.changed(partition)
     return p.Done(request.id, True)

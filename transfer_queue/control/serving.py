@@ -210,6 +210,7 @@ class ServedFetch:
         if batch_index is not None:
             if self._is_past_end(batch_index):
                 return Ended(self._fetch.id, "consumed")
+            self._check_size(batch_index)
             entry = self._known((self._rank, batch_index))
             if entry is not None:
                 return self._from_ledger(entry)
@@ -297,6 +298,24 @@ class ServedFetch:
             )
         return entry
 
+    def _check_size(self, index: int) -> None:
+        """Raises InvalidRequestError for a batch that was drawn for another number of ranks."""
+        ledger, size = self.consumer.ledger, self._dp_size
+        if index >= ledger.end or size is None or self._state.tasks.is_follower(self._fetch.task):
+            return
+        own = (self._rank, index)
+        keys = [own] if ledger.holds(own) else [(rank, index) for rank in ledger.holding(range(size), index)]
+        if any(entry is not None and entry.dp_size not in (None, size) for entry in map(ledger.get, keys)):
+            raise self._of_other_size(index)
+
+    def _of_other_size(self, index: int | None) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"batch {index} of task {self._fetch.task!r}, partition {self.partition.name!r} was drawn when dp_size was "
+            f"another one; it is {self._dp_size} now, and ranks would get other samples, or none. Keep one dp_size as "
+            f"long as a partition lives, or read it as another task. To deal all of it anew, register the task with "
+            f"this dp_size (register_task) and reset its consumption (reset_consumption)."
+        )
+
     def _check_round(self, index: int, num_ranks: int) -> None:
         """Raises InvalidRequestError if a rank could not make a step with its share of this round.
 
@@ -337,11 +356,7 @@ class ServedFetch:
         ranks = range(self._dp_size or 0)
         taken = [] if batch_index is None else self.consumer.ledger.holding(ranks, batch_index)
         if taken:
-            raise InvalidRequestError(
-                f"batch {batch_index} of task {self._fetch.task!r}, partition {self.partition.name!r} was drawn for "
-                f"dp_ranks {taken} when dp_size was another one; it is {self._dp_size} now. Keep one dp_size as long "
-                f"as a partition lives, or read it as another task."
-            )
+            raise self._of_other_size(batch_index)
 
     def _hand_out(self, draw: Draw, shares: list[Share]) -> Batch | Ended:
         """Write the round to the ledger, and answer the requesting rank."""
