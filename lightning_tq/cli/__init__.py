@@ -86,8 +86,7 @@ def _run(name: str, args: Sequence[str]) -> int:
     try:
         run: Callable[[Sequence[str]], int] = getattr(import_module(f"lightning_tq.cli.{module}"), function)
         status = run(args)
-        if sys.stdout is not None:  # closed, as with ">&-"
-            sys.stdout.flush()
+        print(end="", flush=True)  # also where there is no output (">&-")
         return status
     except KeyboardInterrupt:  # often while torch is imported
         return _INTERRUPTED
