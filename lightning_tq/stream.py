@@ -191,8 +191,8 @@ class Stream:
     def deal_anew(self, client: TransferQueueClient, dp_size: int, stage: str) -> None:
         """Reset what this task was given for another number of ranks, where it reads from the first batch each time."""
         for name, partition in client.get_stats()["partitions"].items():
-            given_for = partition["tasks"].get(self.task, {}).get("dp_size")
-            if fnmatchcase(name, self.pattern(stage)) and given_for not in (None, dp_size):
+            sizes = partition["tasks"].get(self.task, {"dp_sizes": []})["dp_sizes"]
+            if fnmatchcase(name, self.pattern(stage)) and {*sizes} - {dp_size}:
                 client.reset_consumption(name, self.task)
 
     @cached_property

@@ -154,6 +154,18 @@ def test_what_a_rank_has_not_received_of_such_a_round_is_drawn_again(client, nam
     assert sorted(number for ((*own,),) in later for number in own) == [1, 3, 4, 5]
 
 
+def test_ranks_that_name_no_batch_all_hear_of_such_a_round(client, name):
+    client.register_task(name, tq.GroupSampler(groups=3), dp_size=3)
+    client.register_task(f"critic-{name}", tq.GroupSampler(groups=1, ahead=11), dp_size=1)
+    close_groups(client, [name, f"critic-{name}"], name, [1] * 9)
+    assert take(stream(name, name, None, dp_size=3), 1)[0] == [[0]]
+    reject(client, f"critic-{name}", name, 1, batches=2)
+    for rank in (1, 2, 1, 2):
+        at = {"dp_rank": rank, "dp_size": 3}
+        with pytest.raises(tq.errors.InvalidRequestError, match=r"all groups that dp_rank 1 .* in batch 0 "):
+            client.get_meta(["answer"], partition_id=name, task_name=name, sampling_config=at)
+
+
 def test_a_round_with_a_rank_for_which_nothing_is_left_is_drawn_again_after_a_reset(client, name, critic):
     close_groups(client, [name, critic], name, [1] * 6)
     assert take(stream(name, name, None, dp_size=2), 1)[0] == [[0, 2]]

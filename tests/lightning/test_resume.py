@@ -279,6 +279,31 @@ def test_another_number_of_ranks_validates_on_all_samples(data: Make, trainer: M
     assert model.seen["val"] == [("val", indexes[start : start + 4]) for start in range(0, 16, 4)]
 
 
+def test_a_replayed_validation_leaves_a_live_task_of_more_ranks_where_it_was(
+    data: Make, trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    client = data(val=stream("val")).client
+    client.register_task("copy", follows="learn")
+    recorded = fill(client, "val", 8)
+    for index in range(2):
+        client.get_meta(["x"], 4, "val", task_name="learn", sampling_config={"dp_rank": 0, "batch_index": index})
+    client.save_batches(tmp_path / "record" / "000000", "copy")
+    client.clear_partition("val")
+    client.register_task("learn", "RankAwareSampler", 2)
+    fill(client, "val", 24)
+    for rank in range(2):
+        at = {"dp_rank": rank, "batch_index": 0}
+        client.ack(client.get_meta(["x"], 4, "val", task_name="learn", sampling_config=at), "learn")
+        client.get_meta(["x"], 4, "val", task_name="learn", sampling_config={**at, "batch_index": 1})
+    before = client.get_stats()["partitions"]["val"]["tasks"]["learn"]
+    model = Recorder()
+    replay = TQDataModule(val=stream("val", replay_from=str(tmp_path / "record")))
+    trainer().validate(model, datamodule=replay, verbose=False)
+    assert [index for _, indexes in model.seen["val"] for index in indexes] == recorded
+    after = client.get_stats()["partitions"]["val"]["tasks"]["learn"]
+    assert {**after, "asked_s_ago": None} == {**before, "asked_s_ago": None}
+
+
 @pytest.mark.parametrize(
     ("partition", "advice"),
     [

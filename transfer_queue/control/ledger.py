@@ -6,7 +6,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -122,10 +122,14 @@ class Ledger:
         open_shares = [(share, self._ranks[share.key[0]]) for share in shares if share is not None]
         return [share for share, own in open_shares if batch_index >= own.next or batch_index in own.missed]
 
-    @property
-    def dp_size(self) -> int | None:
-        """Of the first open batch."""
-        return next((entry.dp_size for entry in self._by_number.values()), None)
+    def empty(self, entry: Entry) -> None:
+        """Its samples are for other batches. It stays open without any."""
+        self._copies.make()
+        self._add(replace(entry, indexes=NO_INDEXES, consumes=NO_INDEXES, padding=None, owned=0))
+
+    def dp_sizes(self) -> list[int]:
+        """The numbers of ranks for which open batches were drawn; 1 if a rank drew alone."""
+        return sorted({entry.dp_size or 1 for entry in self._by_number.values()})
 
     def first_undrawn(self, key: BatchKey, first: int) -> int:
         """The first batch, at least ``first``, after the last one drawn for this rank before this batch."""
@@ -257,7 +261,7 @@ class Ledger:
         ranks = self._ranks.values()
         torn = {index for index in rounds if any(index in own.drawn and index not in own.open for own in ranks)}
         for entry in self.open_entries():
-            is_of_others = dp_size is not None and entry.dp_size not in (None, dp_size)
+            is_of_others = dp_size is not None and (entry.dp_size or 1) != dp_size
             if is_of_others or (entry.dp_size is not None and entry.key[1] in torn):
                 self.close(entry)
         for own in ranks:

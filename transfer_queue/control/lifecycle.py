@@ -214,7 +214,8 @@ def reset_consumption(state: PlaneState, call: Call, request: p.ResetConsumption
     for name, consumer in partition.consumers.items():
         leader = state.tasks.get(name).follows
         if request.task in (None, name, leader):
-            consumer.reset(state.tasks.get(leader or name).dp_size)
+            of_rounds = leader or name  # a follower alone keeps what its leader had
+            consumer.reset(state.tasks.get(of_rounds).dp_size if request.task in (None, of_rounds) else None)
             group_work.reset(state, partition, name)
     state.changed(partition)
     return p.Done(request.id, True)

@@ -252,7 +252,7 @@ def _partition_stats(state: PlaneState, partition: Partition, now: float) -> dic
             "in_flight": len(consumer.ledger),
             "in_flight_samples": consumer.ledger.num_open_samples,
             "drawn": consumer.ledger.end,
-            "dp_size": consumer.ledger.dp_size,
+            "dp_sizes": consumer.ledger.dp_sizes(),
             "settled": consumer.ledger.first_open(),
             "ended": None if end is None else end.reason,
             "dropped": 0 if end is None else end.dropped,

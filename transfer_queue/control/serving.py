@@ -115,14 +115,9 @@ class Taken(Holding):
                 consumer.ledger.missed(self.batch)
                 return
             # The rank's next fetch may ask for other fields, or another number of samples.
-            _take_back(self._state, partition, consumer, entry)
-
-
-def _take_back(state: PlaneState, partition: Partition, consumer: Consumer, entry: Entry) -> None:
-    """Nobody received this batch, and nobody will."""
-    following.gave_back(state, partition, consumer.task, entry.key)
-    consumer.ledger.close(entry)
-    _draw_again(state, partition, consumer, entry.consumes, entry.number)
+            following.gave_back(self._state, partition, consumer.task, self.batch)
+            consumer.ledger.close(entry)
+            _draw_again(self._state, partition, consumer, entry.consumes, entry.number)
 
 
 def _draw_again(state: PlaneState, partition: Partition, consumer: Consumer, drawn: Indexes, number: int) -> None:
@@ -284,28 +279,26 @@ class ServedFetch:
         return range(self.consumer.ledger.first_undrawn(key, self._fetch.first_index), key[1])
 
     def _known(self, key: BatchKey) -> Entry | None:
-        if not self.consumer.ledger.holds(key):
-            return None
         entry = self.consumer.ledger.get(key)
-        if self._groups is not None:
-            self._check_round(key[1], (self._dp_size if entry is None else entry.dp_size) or 1)
-        if entry is None:
+        if entry is None and self.consumer.ledger.holds(key):
             raise InvalidRequestError(
                 f"batch {key[1]} of task {self._fetch.task!r}, dp_rank {key[0]}, partition {self.partition.name!r} is "
                 f"settled: it was acknowledged, or its samples were cleared. Ask for a later batch_index, or reset "
                 f"the task's consumption. Another Trainer or stream may read the same task: give it a task name of its "
                 f"own."
             )
+        if entry is not None and self._groups is not None:
+            self._check_round(key[1], entry.dp_size or 1)
         return entry
 
     def _check_size(self, index: int) -> None:
         """Raises InvalidRequestError for a batch that was drawn for another number of ranks."""
         ledger, size = self.consumer.ledger, self._dp_size
-        if index >= ledger.end or size is None or self._state.tasks.is_follower(self._fetch.task):
+        if index >= ledger.end or size is None:
             return
         own = (self._rank, index)
         keys = [own] if ledger.holds(own) else [(rank, index) for rank in ledger.holding(range(size), index)]
-        if any(entry is not None and entry.dp_size not in (None, size) for entry in map(ledger.get, keys)):
+        if any(entry is not None and (entry.dp_size or 1) != size for entry in map(ledger.get, keys)):
             raise self._of_other_size(index)
 
     def _of_other_size(self, index: int | None) -> InvalidRequestError:
@@ -327,7 +320,9 @@ class ServedFetch:
             return
         for entry in ledger.not_received(index, num_ranks):
             if entry.owned:
-                _take_back(self._state, self.partition, self.consumer, entry)
+                following.gave_back(self._state, self.partition, self.consumer.task, entry.key)
+                ledger.empty(entry)  # each rank that asks for it is to hear of this
+                _draw_again(self._state, self.partition, self.consumer, entry.consumes, entry.number)
                 self._state.changed(self.partition)
         raise InvalidRequestError(
             f"all groups that dp_rank {rank} was to train in batch {index} of task {self._fetch.task!r}, partition "

@@ -211,7 +211,7 @@ def test_statistics_tell_who_waits_and_what_each_task_has(make_plane):
     stats = ask(plane, CRITIC, p.GetStats, now=12.0).value
     task = {
         "ready": {"x": 2}, "consumed": 1, "done_total": 1, "in_flight": 1, "in_flight_samples": 1, "drawn": 1,
-        "dp_size": None, "settled": 0, "ended": None, "dropped": 0, "asked_s_ago": 2.0,
+        "dp_sizes": [1], "settled": 0, "ended": None, "dropped": 0, "asked_s_ago": 2.0,
     }  # fmt: skip
     assert stats["capacity"] == 4
     assert stats["partitions"] == {
