@@ -191,7 +191,7 @@ class Stream:
     def deal_anew(self, client: TransferQueueClient, dp_size: int, stage: str) -> None:
         """Reset what this task was given for another number of ranks, where it reads from the first batch each time."""
         for name, partition in client.get_stats()["partitions"].items():
-            sizes = partition["tasks"].get(self.task, {"dp_sizes": []})["dp_sizes"]
+            sizes = partition["tasks"].get(self.task, {}).get("dp_sizes", ())
             if fnmatchcase(name, self.pattern(stage)) and {*sizes} - {dp_size}:
                 client.reset_consumption(name, self.task)
 

@@ -214,7 +214,7 @@ def test_json_holds_the_statistics_of_the_queue(queue: TQDataModule) -> None:
     assert train["tasks"]["score"].pop("asked_s_ago") is not None
     assert train["tasks"]["score"] == {
         "ready": {"x,reward": 0}, "consumed": 0, "in_flight": 0, "in_flight_samples": 0, "drawn": 0, "settled": 0,
-        "ended": None, "dropped": 0, "done_total": 0, "consumed_per_s": 0.0,
+        "dp_sizes": [], "ended": None, "dropped": 0, "done_total": 0, "consumed_per_s": 0.0,
     }  # fmt: skip
     (waiting,) = report["waiting"]
     assert (waiting["task"], waiting["wanted"], waiting["lacking"]) == ("score", 4, {"reward": 10})
