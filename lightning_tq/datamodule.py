@@ -270,7 +270,7 @@ class TQDataModule(LightningDataModule):
             # Groups can be leased once their task is there, and must not be before a resumed run knows its version.
             if not (publishes and checkpoint is not None and each.stage == "train" and each.stream.draws_groups):
                 each.stream.register(self.client, topology.dp_size)
-            if each.stage != "train" and each.stream.record is None:
+            if each.stage != "train":
                 each.stream.deal_anew(self.client, topology.dp_size, each.stage)
         if self._group.runs_in(entry) and not replays:
             self.client.expect_producers()  # an earlier run's have died, and these take seconds to start

@@ -189,10 +189,16 @@ class Stream:
         client.register_task(self.task, sampler, dp_size, self.tail or ("uneven_ok" if dp_size == 1 else "drop"))
 
     def deal_anew(self, client: TransferQueueClient, dp_size: int, stage: str) -> None:
-        """Reset what this task was given for another number of ranks, where it reads from the first batch each time."""
+        """Reset what this task was given for another number of ranks, where it reads from the first batch each time.
+
+        Nothing is reset for a stream that replays a record.
+        """
+        if self.record is not None:
+            return
+        pattern = self.pattern(stage)
         for name, partition in client.get_stats()["partitions"].items():
             sizes = partition["tasks"].get(self.task, {}).get("dp_sizes", ())
-            if fnmatchcase(name, self.pattern(stage)) and {*sizes} - {dp_size}:
+            if fnmatchcase(name, pattern) and {*sizes} - {dp_size}:
                 client.reset_consumption(name, self.task)
 
     @cached_property

@@ -201,12 +201,8 @@ def _fetched_one_ahead(wait: StreamWait) -> Found:
 
 
 def _no_worker(wait: StreamWait) -> str:
-    groups = wait.about.get("groups", {"slots": {}})
-    slots = groups["slots"].get(wait.reader.stream.task)
-    if slots is None or slots["used"] >= slots["budget"] or groups["states"].get("running"):
-        return ""
-    is_idle = groups["states"].get("waiting", 0) > 0
-    return "No group is worked on: if none run, start workers that lease groups." if is_idle else ""
+    advice = "start workers that lease groups"
+    return f"No group is worked on: if none run, {advice}." if advice in wait.finding.to_do else ""
 
 
 def _fetched_before_hooks(wait: StreamWait) -> Found:

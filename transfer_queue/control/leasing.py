@@ -114,13 +114,14 @@ class _Grants:
     def _described(self, partition: Partition, heads: p.Indexes) -> Iterator[p.Batch]:
         """Those with equal fields together."""
         rows, schema = partition.rows_of(heads), partition.schema
-        differ = schema.fields_of_some(rows, schema.fields_of(rows))
+        common = schema.fields_of(rows)
+        differ = schema.fields_of_some(rows, common)
         alike: dict[tuple[str, ...], list[int]] = {}
         for at in range(len(rows)):
-            alike.setdefault(tuple(schema.fields_of(rows[at : at + 1])) if differ else (), []).append(at)
-        for own in alike.values():
-            fields = [*schema.fields_of(rows[own]), *partition.lost_of(heads[own])]  # so reading it names the loss
-            yield describe(self._request.id, partition, heads[own], fields, rows[own])
+            alike.setdefault(tuple(schema.fields_of(rows[at : at + 1]) if differ else common), []).append(at)
+        for fields, own in alike.items():
+            lost = partition.lost_of(heads[own])  # so reading it names the loss
+            yield describe(self._request.id, partition, heads[own], [*fields, *lost], rows[own])
 
     @property
     def _num_missing(self) -> int:

@@ -105,7 +105,8 @@ class Taken(Holding):
         if consumer is None:
             return
         if self.batch is None:
-            if consumer is self.consumer and consumer.ledger.num_resets == self._num_resets:  # else it may be, already
+            # Else the task has begun anew since, and others may have these samples.
+            if consumer is self.consumer and consumer.ledger.num_resets == self._num_resets:
                 _draw_again(self._state, partition, consumer, self.drawn, UNLEDGERED)
         else:
             entry = consumer.ledger.get(self.batch)
