@@ -128,6 +128,7 @@ def _next_program() -> tuple[list[str], str, dict[str, str]]:
         with open(answers, "w") as answering:
             program = os.fork()
             if program == 0:
+                os.setsid()  # a signal to its group reaches all that it starts, and no test
                 _print_to(out, err)
                 # From now on, these files may be closed where they are read.
                 print(os.getpid(), file=answering)

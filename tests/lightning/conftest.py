@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -22,6 +20,7 @@ from producing import FIELDS
 import transfer_queue as tq
 from lightning_tq import Stream, TQDataModule
 from tests.own_processes import own_processes
+from tests.warm_python import Program
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -75,14 +74,13 @@ def run_ranks(tmp_path: Path) -> Iterator[Callable[..., tuple[int, str, list[Row
     def run(script: str, *args: str) -> tuple[int, str, list[Rows]]:
         output = tmp_path / "output"
         with output.open("w") as file:
-            process = subprocess.Popen(
-                [sys.executable, str(HERE / script), *(str(logs) if arg == "LOGS" else arg for arg in args)],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]), "TMPDIR": str(tmp_path)},
-                start_new_session=True,
-            )
-            code = process.wait(170)
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]), "TMPDIR": str(tmp_path)}
+            words = (HERE / script, *(logs if arg == "LOGS" else arg for arg in args))
+            program = Program(words, ROOT, environment, file, file)
+            try:
+                code = program.wait(170)
+            finally:
+                program.end()
         ranks = [
             [tuple(json.loads(line)) for line in path.read_text().splitlines()] for path in sorted(logs.glob("rank*"))
         ]

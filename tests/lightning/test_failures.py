@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -26,7 +25,7 @@ import transfer_queue as tq
 from lightning_tq import Producer, ProducerError, ProducerGroup, TQDataModule
 from tests.lightning.conftest import HERE, ROOT, stream
 from tests.own_processes import SLOW, own_processes
-from tests.warm_python import run_python
+from tests.warm_python import run_python, started
 from transfer_queue import BatchTimeoutError, ProducersGoneError
 from transfer_queue.errors import InvalidRequestError, NotInitializedError, SamplerError
 
@@ -332,19 +331,15 @@ args = {{"partition": "train", "count": 8, "pid_file": {str(pid_file)!r}}}
 dm = TQDataModule(train=stream(), producers=[Producer(target="producing:produce_then_stay", args=args)])
 Trainer(accelerator="cpu", logger=False, enable_checkpointing=False).fit(Recorder({str(tmp_path)!r}), datamodule=dm)
 """
-    path = os.pathsep.join([str(ROOT), str(HERE)])
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    (tmp_path / "train.py").write_text(program)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]), "TMPDIR": str(tmp_path)}
     trained = tmp_path / "rank0.jsonl"
     deadline = time.monotonic() + 40
-    while not (pid_file.exists() and trained.exists()) and time.monotonic() < deadline and trainer.poll() is None:
-        threading.Event().wait(0.1)
-    children = own_processes(trainer.pid)
-    trainer.kill()
-    trainer.wait()
+    with started(tmp_path / "train.py", env=environment) as (trainer, _, _):
+        while not (pid_file.exists() and trained.exists()) and time.monotonic() < deadline:
+            threading.Event().wait(0.1)
+        children = own_processes(trainer.pid)
+        trainer.send_signal(signal.SIGKILL)
+        trainer.wait()
     gone, alive = psutil.wait_procs(children, timeout=10)
     assert (len(gone), alive) == (2, [])  # controller and units in one process, a producer

@@ -8,8 +8,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from resume_script import newest
 
 import transfer_queue as tq
 from tests.lightning.conftest import HERE, ROOT
+from tests.warm_python import Program
 
 pytestmark = pytest.mark.timeout(280)
 
@@ -45,14 +44,12 @@ class Training:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])}
         environment["TMPDIR"] = str(self.folder.parent)
         with (self.folder.parent / "output").open("a") as output:
-            process = subprocess.Popen(
-                [sys.executable, str(HERE / "resume_script.py"), json.dumps({**self.plan, "kill": kill})],
-                env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+            words = (HERE / "resume_script.py", json.dumps({**self.plan, "kill": kill}))
+            process = Program(words, ROOT, environment, output, output)
             try:
                 code = process.wait(100)
             finally:
-                process.kill()  # in case it hangs
+                process.end()  # in case it hangs
                 if kill is not None:  # otherwise another rank could still record a step before it ends
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +15,8 @@ import torch
 import transfer_queue as tq
 from lightning_tq import TQDataModule, WeightsReader
 from lightning_tq.producers.model_weights import WEIGHTS_PARTITION, WeightsSnapshot, check_dense
+from tests.lightning.conftest import ROOT
+from tests.warm_python import run_python
 from transfer_queue.errors import InvalidRequestError
 
 Make = Callable[..., TQDataModule]
@@ -108,10 +109,11 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.programs
-def test_a_reader_waits_for_the_trainer_that_resumes_after_one_that_was_killed() -> None:
+def test_a_reader_waits_for_the_trainer_that_resumes_after_one_that_was_killed(tmp_path: Path) -> None:
+    (tmp_path / "trainer.py").write_text(KILLED_TRAINER)
     with TQDataModule(queue={"units": 1, "producer_grace_s": 0.0}) as dm:
-        environment = {**os.environ, "TQ_ADDRESS": dm.address}
-        killed = subprocess.run([sys.executable, "-c", KILLED_TRAINER], env=environment)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TQ_ADDRESS": dm.address}
+        killed = run_python(tmp_path / "trainer.py", env=environment, timeout=60)
         assert killed.returncode == -signal.SIGKILL
         reader = WeightsReader(dm.client)
         assert reader.latest().version == 0

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import pytest
@@ -21,6 +21,7 @@ from lightning_tq import TQDataModule
 from lightning_tq.run_members import RunMembers
 from tests.lightning.conftest import HERE, ROOT, stream
 from tests.own_processes import own_processes
+from tests.warm_python import Program
 from transfer_queue import QueueUnreachableError
 
 DEADLINE_S = 20.0
@@ -43,14 +44,11 @@ def test_a_rank_learns_that_the_queue_of_its_run_has_ended(data: Callable[..., T
     members.leave(failed=True)
 
 
-def launched(rank: int, port: int, *args: str) -> subprocess.Popen[str]:
+def launched(rank: int, port: int, out: IO[str], *args: str | Path) -> Program:
     """A rank, started by a launcher that doesn't watch it."""
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "NODE_RANK": "0",
            "LOCAL_RANK": str(rank), "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])}  # fmt: skip
-    return subprocess.Popen(
-        [sys.executable, str(HERE / "waiting_rank_script.py"), *args], env={**os.environ, **env},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    return Program((HERE / "waiting_rank_script.py", *args), ROOT, {**os.environ, **env}, out, out)
 
 
 @pytest.mark.programs
@@ -64,21 +62,24 @@ def test_a_rank_that_waits_for_data_ends_with_an_error_when_another_is_killed(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ranks = [launched(rank, port, datamodule.address, str(tmp_path)) for rank in range(2)]
+    outputs = [tmp_path / f"output{rank}" for rank in range(2)]
+    ranks = []
+    for rank, output in enumerate(outputs):
+        with output.open("w") as file:
+            ranks.append(launched(rank, port, file, datamodule.address, tmp_path))
     try:
         pause = threading.Event()
         while not all((tmp_path / f"waits{rank}").exists() for rank in range(2)):
-            ended = [rank for rank in ranks if rank.poll() is not None]
-            assert ended == [], [rank.communicate() for rank in ended]
+            assert all(psutil.pid_exists(rank.pid) for rank in ranks), [output.read_text() for output in outputs]
             pause.wait(0.05)
-        ranks[victim].kill()
-        output, _ = ranks[1 - victim].communicate(timeout=DEADLINE_S)
+        ranks[victim].send_signal(signal.SIGKILL)
+        ranks[1 - victim].wait(DEADLINE_S)
     finally:
         for rank in ranks:
-            rank.kill()
-            rank.communicate()
+            rank.end()
     assert [rank.returncode for rank in ranks] == [-signal.SIGKILL if at == victim else 1 for at in range(2)]
-    assert f"RankGoneError: rank {victim} (pid {ranks[victim].pid} of host {socket.gethostname()!r}) failed" in output
+    said = outputs[1 - victim].read_text()
+    assert f"RankGoneError: rank {victim} (pid {ranks[victim].pid} of host {socket.gethostname()!r}) failed" in said
 
 
 @pytest.mark.parametrize("error", ["RankGoneError", "QueueUnreachableError"])

@@ -4,14 +4,11 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -23,7 +20,8 @@ from producing import fill, rows
 import transfer_queue as tq
 from lightning_tq import FabricLoader, PartitionSwitch, Producer, PublishWeights, Stream, TQDataModule
 from tests.console import lightning_tq
-from tests.lightning.conftest import ROOT, stream
+from tests.lightning.conftest import stream
+from tests.warm_python import Program, started
 from transfer_queue.checkpoint.saved_state import SavedState
 from transfer_queue.errors import InvalidRequestError
 
@@ -54,28 +52,18 @@ class Noting(LightningModule):
 
 
 @contextmanager
-def run_recorder(address: str, directory: Path, task: str = "learn") -> Iterator[subprocess.Popen[str]]:
-    """The command in a process."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lightning_tq", "record", address, str(directory), "--task", task],
-        stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert process.stdout is not None
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+def run_recorder(address: str, directory: Path, task: str = "learn") -> Iterator[tuple[Program, IO[str]]]:
+    """The command in a process, and what it prints."""
+    with started("-m", "lightning_tq", "record", address, directory, "--task", task) as (process, said, _):
+        yield process, said
 
 
 @contextmanager
-def recorder(address: str, directory: Path, task: str = "learn") -> Iterator[subprocess.Popen[str]]:
+def recorder(address: str, directory: Path, task: str = "learn") -> Iterator[tuple[Program, IO[str]]]:
     """One that has said that it records."""
-    with run_recorder(address, directory, task) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith(f"Recording task {task!r}")
-        yield process
+    with run_recorder(address, directory, task) as (process, said):
+        assert said.readline().startswith(f"Recording task {task!r}")
+        yield process, said
 
 
 def weights(model: LightningModule) -> list[list[float]]:
@@ -100,10 +88,11 @@ def test_a_replay_trains_the_same_batches_to_the_same_weights_without_producers(
     queue = {"units": 1, "total_storage_size": 12}  # so it also stands still where the recorder held it up for ever
     model = Noting()
     datamodule = TQDataModule(train=stream(**read, clear_consumed=True), queue=queue, producers=[PRODUCED])
-    with datamodule, recorder(datamodule.address, tmp_path / "record") as process:
+    with datamodule, recorder(datamodule.address, tmp_path / "record") as (process, out):
         trainer(max_epochs=2).fit(model, datamodule)
         datamodule.close()  # waits for the recorder
-        said, _ = process.communicate()
+        said = out.read()
+        process.wait()
     assert "10 batches written" in said
     assert (process.returncode, "missing" in said) == (0, False)
     assert len(model.noted) == 20
@@ -122,10 +111,10 @@ def test_groups_are_replayed_with_their_heads_and_versions(tmp_path: Path, train
     read = {"batch_size": None, "head_fields": ["number"]}
     model = Noting()
     datamodule = TQDataModule(train=stream(**read, sampler=sampler), queue={"units": 1}, producers=producers)
-    with datamodule, recorder(datamodule.address, tmp_path / "record") as process:
+    with datamodule, recorder(datamodule.address, tmp_path / "record") as (process, _):
         trainer().fit(model, datamodule)
         datamodule.close()
-        process.communicate()
+        process.wait()
     assert [len(noted[6]) for noted in model.noted] == [2, 2, 2, 2]
     assert replayed(trainer, tmp_path / "record", **read, sampler=sampler).noted == model.noted
     with pytest.raises(InvalidRequestError, match="is of batch_size=None, and this stream has batch_size=16"):
@@ -186,7 +175,7 @@ def test_what_a_killed_recorder_wrote_is_readable_and_the_next_one_goes_on_witho
     tmp_path: Path, data: Callable[..., TQDataModule]
 ) -> None:
     client, directory = learning(data, 8), tmp_path / "record"
-    with recorder(tq.init()["address"], directory) as process:
+    with recorder(tq.init()["address"], directory) as (process, _):
         client.ack(take(client, 0), "learn")
         while client.get_stats()["partitions"]["train"]["tasks"][f"record:learn:{directory}"]["in_flight"]:
             pass
@@ -197,9 +186,9 @@ def test_what_a_killed_recorder_wrote_is_readable_and_the_next_one_goes_on_witho
     for meta in given:
         client.ack(meta, "learn")
     assert client.clear_consumed("train") == 2, "the queue keeps what is not recorded"
-    with recorder(tq.init()["address"], directory) as process:
+    with recorder(tq.init()["address"], directory) as (process, _):
         process.send_signal(signal.SIGTERM)
-        process.communicate()
+        process.wait()
     found = tq.RecordedBatches(directory)
     assert list(found.rounds) == [("train", 0), ("train", 1), ("train", 2)]
     assert [found.read("train", 0, number)[1].global_indexes for number in (1, 2)] == [
@@ -213,16 +202,14 @@ def test_a_recorder_that_can_not_write_keeps_nothing_in_the_queue(
     tmp_path: Path, data: Callable[..., TQDataModule]
 ) -> None:
     client, directory = learning(data, 8), tmp_path / "record"
-    with recorder(tq.init()["address"], directory) as process:
+    with recorder(tq.init()["address"], directory) as (process, _):
         directory.rmdir()
         directory.write_text("in its way")
         client.ack(take(client, 0), "learn")
-        process.communicate()
-    assert process.returncode == 2
+        assert process.wait() == 2
     assert set(client.get_stats()["partitions"]["train"]["tasks"]) == {"learn"}
-    with run_recorder(tq.init()["address"], directory) as process:
-        process.communicate()
-    assert process.returncode == 2, "it notices at its start"
+    with run_recorder(tq.init()["address"], directory) as (process, _):
+        assert process.wait() == 2, "it notices at its start"
 
 
 @pytest.mark.programs
@@ -238,13 +225,12 @@ def test_what_is_cleared_before_it_was_recorded_is_said_and_counted(
     assert client.get_stats()["dropped"] == {"learn": {"tail": 0, "cleared": 3}, own: {"tail": 0, "cleared": 4}}
     fill(client, "train", 2)
     take(client, 0)
-    with run_recorder(tq.init()["address"], directory) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("4 samples cleared before written, and may be missing: ")
+    with run_recorder(tq.init()["address"], directory) as (process, out):
+        assert out.readline().startswith("4 samples cleared before written, and may be missing: ")
         process.send_signal(signal.SIGTERM)
-        said, _ = process.communicate()
+        said = out.read()
+        assert process.wait() == 1
     assert "1 batch written" in said
-    assert process.returncode == 1
     assert list(tq.RecordedBatches(directory).rounds) == [("train", 0)]
 
 

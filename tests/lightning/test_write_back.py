@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +21,7 @@ from torch.utils.data import DataLoader
 import transfer_queue as tq
 from lightning_tq import Stream, TQDataModule, WriteBack, put_back
 from tests.lightning.conftest import HERE, ROOT, stream
+from tests.warm_python import started
 from transfer_queue import StorageFullError, TransferQueueClient
 from transfer_queue.errors import InvalidRequestError
 
@@ -72,10 +71,7 @@ def test_another_process_that_waits_for_the_field_gets_it_during_training(
     dm = data(train=stream("train"))
     fill(dm.client, "train", 16)
     output = tmp_path / "output"
-    waiting = subprocess.Popen(
-        [sys.executable, str(HERE / "wait_for_field_script.py"), dm.address, "train", "double", "8", str(output)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])},
-    )
+    words = (HERE / "wait_for_field_script.py", dm.address, "train", "double", "8", output)
 
     class Watching(Scorer):
         answered_at: int | None = None
@@ -87,7 +83,8 @@ def test_another_process_that_waits_for_the_field_gets_it_during_training(
             return super().training_step(batch, batch_idx)
 
     model = Watching(doubled)
-    trainer(callbacks=[WriteBack({"double": "double"}, "train")]).fit(model, datamodule=dm)
+    with started(*words, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])}) as (waiting, _, _):
+        trainer(callbacks=[WriteBack({"double": "double"}, "train")]).fit(model, datamodule=dm)
     assert (model.answered_at, len(model.indexes())) == (2, 16)
     assert output.read_text() == str([2.0 * row for row in range(8)])
 
