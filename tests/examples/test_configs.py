@@ -57,7 +57,7 @@ def test_ddp_gives_both_ranks_equally_many_steps_and_pads_the_last_round(tmp_pat
     assert ranks == [("0", "12", "48"), ("1", "12", "48")]
 
 
-@pytest.mark.programs
+@pytest.mark.slow
 def test_the_student_comes_to_agree_with_the_teacher(tmp_path: Path) -> None:
     printed = run("distillation.yaml", tmp_path, trainer__max_epochs=1, trainer__logger__init_args__save_dir=tmp_path)
     agreement = [float(share) for share in re.findall(r"agreement with the teacher (\S+)%", printed)]

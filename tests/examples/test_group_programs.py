@@ -44,7 +44,7 @@ def test_an_image_in_the_head_is_held_once() -> None:
     assert 8 < float(copied) / float(shared) < 10
 
 
-@pytest.mark.programs
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_episodes_of_killed_workers_are_continued(tmp_path: Path) -> None:
     pytest.importorskip("textarena", reason="needs pip install -e '.[examples]'")

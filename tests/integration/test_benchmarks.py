@@ -20,7 +20,7 @@ from benchmarks.versus.plot import draw
 from benchmarks.versus.table import markdown
 from tests.own_processes import own_processes
 
-LONG = {"alternatives", "sessions", "startup", "two_hosts", "workloads"}
+LONG = {"alternatives", "long_run", "sessions", "startup", "two_hosts", "workloads"}
 """Benchmarks that start many interpreters: half a minute each."""
 PROMISED = {
     "alternatives": {"batches", "rows_per_batch", "batch_mib", "ahead", "cores", "load", "channels"},

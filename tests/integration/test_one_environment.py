@@ -87,7 +87,8 @@ def test_the_recorded_packages_are_those_of_the_wheel(wheels: dict[str, Path]) -
     assert found == PACKAGES_OF_TRANSFER_QUEUE
 
 
-@pytest.mark.parametrize("steps", ["theirs, ours", pytest.param("ours, theirs, ours again", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", ["theirs, ours", "ours, theirs, ours again"])
 def test_where_ours_came_last_it_works_and_warns(installation: Installation, steps: str) -> None:
     for step in steps.split(", "):
         installation.take(step)

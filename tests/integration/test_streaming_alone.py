@@ -32,7 +32,7 @@ from transfer_queue.errors import QueueUnreachableError
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 
-WORKERS = pytest.mark.parametrize("workers", [0, 2])
+WORKERS = pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 
 READER = """
 import sys, tempfile, warnings
@@ -183,7 +183,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize("state", ["idle", "waiting"])
+@pytest.mark.parametrize("state", [pytest.param("idle", marks=pytest.mark.slow), "waiting"])
 def test_a_worker_whose_parent_is_not_its_reader_ends_with_it(script, state):
     process = script(KEPT_WORKER, state)
     pids = process.stdout.readline().split()

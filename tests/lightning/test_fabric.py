@@ -223,11 +223,8 @@ for data, _ in FabricLoader(fabric, train, producers=[Producer(target=produce)])
 """
 
 
-@pytest.mark.programs
-@pytest.mark.parametrize(
-    "launcher",
-    [[], pytest.param(["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"], marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]])
 def test_ranks_that_a_producer_starts_with_the_main_program_are_an_error(tmp_path: Path, launcher: list[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text(_WITHOUT_GUARD)

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize(("options", "steps"), [([], 3), (["--data.train.micro_batch_size=2"], 6)])
+@pytest.mark.parametrize(
+    ("options", "steps"), [([], 3), pytest.param(["--data.train.micro_batch_size=2"], 6, marks=pytest.mark.slow)]
+)
 def test_each_optimizer_step_sleeps_and_the_end_says_what_was_the_bottleneck(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -79,7 +79,7 @@ def worker(sizes: Callable[[int], int] = lambda number: 2, **asked: Any) -> Iter
     thread.start()
     yield leased
     thread.join(30)
-    assert failed == []
+    assert (failed, thread.is_alive()) == ([], False)
 
 
 class Steps(Recorder):
@@ -262,14 +262,14 @@ def test_within_a_partition_a_batch_may_grow_but_not_have_fewer_groups(data: Mak
     add(client, 8)
     fabric = Fabric(accelerator="cpu", devices=1)
     fabric.launch()
-    with FabricLoader(fabric, groups_of(3)) as loader, worker():
+    with FabricLoader(fabric, groups_of(3, of_ahead=8)) as loader, worker():
         next(iter(loader))
         state = loader.state_dict()
-    with FabricLoader(fabric, groups_of(1)) as loader:
+    with FabricLoader(fabric, groups_of(1, of_ahead=8)) as loader:
         loader.load_state_dict(state)
         with pytest.raises(ValueError, match=r"which was read with groups=3\. It is now read with groups=1"):
             next(iter(loader))
-    with FabricLoader(fabric, groups_of(4)) as loader, worker():
+    with FabricLoader(fabric, groups_of(4, of_ahead=8)) as loader, worker():
         loader.load_state_dict(state)
         batch = next(iter(loader))
         assert len(set(batch.meta.group_index)) in (3, 4)  # it may have been drawn ahead
