@@ -100,6 +100,22 @@ def test_the_metrics_tell_what_happened_in_the_queue():
     assert found["tq_sessions"] == 2  # this process's client and the exporter's
 
 
+def test_heads_of_groups_are_no_samples_that_have_a_field():
+    with running():
+        client = tq.get_client()
+        client.register_task("learn", tq.GroupSampler(groups=1))
+        client.add_groups({"prompt": torch.arange(3), "x": torch.arange(3)}, "train", tasks=["learn"])
+        members = {"x": torch.arange(4), "reward": torch.arange(4)}
+        client.lease("train")[0].close(members)
+        client.put({"x": torch.arange(2)}, partition_id="train")
+        (own,), found = client.get_stats()["partitions"].values(), scraped()
+    assert (own["samples"], own["produced"]) == (6, {"x": 6, "reward": 4})
+    assert found['tq_partition_production_progress{partition_id="train",task_name="all"}'] == 4 / 6
+    of_fields = {"prompt": 0, "x": 0, "reward": 2}
+    for field, lacking in of_fields.items():
+        assert found[f'tq_partition_lacking_samples{{field="{field}",partition_id="train"}}'] == lacking, field
+
+
 def test_every_metric_is_documented():
     with running():
         work(tq.get_client())

@@ -239,6 +239,16 @@ def _wanted_by(state: PlaneState, request: p.Fetch, now: float) -> dict[str, Any
     }  # fmt: skip
 
 
+def _produced(partition: Partition) -> dict[str, int]:
+    """By field, the number of samples that have it. Heads are none, so fields of heads alone aren't there."""
+    counts = partition.schema.counts
+    if not partition.num_heads_held:
+        return dict(counts)
+    is_head = partition.table.column("state") == RowState.HEAD
+    of_heads = {name: int(np.count_nonzero(partition.schema.has(name) & is_head)) for name in counts}
+    return {name: count - of_heads[name] for name, count in counts.items() if count > of_heads[name] or not count}
+
+
 def _partition_stats(state: PlaneState, partition: Partition, now: float) -> dict[str, Any]:
     tasks = {}
     for task, consumer in partition.consumers.items():
@@ -262,7 +272,7 @@ def _partition_stats(state: PlaneState, partition: Partition, now: float) -> dic
         "samples": partition.num_live, "published": partition.num_published,
         "put_total": partition.num_published + partition.num_withdrawn, "held": partition.num_reserved,
         "sealed": partition.sealed, "num_samples": partition.num_samples, "keys": len(partition.keys),
-        "fields": partition.schema.names, "produced": dict(partition.schema.counts), "tasks": tasks,
+        "fields": partition.schema.names, "produced": _produced(partition), "tasks": tasks,
         "lost": {name: len(indexes) for name, indexes in partition.lost().items()},
         "abandoned": state.producers.missing(partition.schema.names, now),
         **({} if partition.groups is None else {"groups": group_numbers(state, partition, now)}),

@@ -145,7 +145,7 @@ def _partition(page: _Page, own: Numbers, name: str) -> None:
     page.gauge("tq_partition_production_progress", _PRODUCED, share, partition_id=name, task_name="all")
     for field in own["fields"]:
         of_field = {
-            "lacking_samples": ("Samples without the field.", samples - own["produced"][field]),
+            "lacking_samples": ("Samples without the field.", samples - own["produced"].get(field, samples)),
             "lost_samples": ("Samples that lost the field with a storage unit.", own["lost"].get(field, 0)),
             "producers_gone": ("1: all producers of the field have died.", own["abandoned"] == field),
         }
