@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 
 from transfer_queue.errors import TransferQueueError
@@ -84,7 +87,8 @@ def _run(name: str, args: Sequence[str]) -> int:
                 if near:  # otherwise it may be one of another version of Lightning: its parser knows
                     return _refuse(f"unknown option {option!r}", near, of=name)
     try:
-        run: Callable[[Sequence[str]], int] = getattr(import_module(f"lightning_tq.cli.{module}"), function)
+        with _ended_by_ctrl_c():
+            run: Callable[[Sequence[str]], int] = getattr(import_module(f"lightning_tq.cli.{module}"), function)
         status = run(args)
         print(end="", flush=True)  # also where there is no output (">&-")
         return status
@@ -100,6 +104,20 @@ def _run(name: str, args: Sequence[str]) -> int:
             raise
         sys.stderr.write(f"error: {error}\n")
         return 2
+
+
+@contextlib.contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """Ctrl-C ends the process at once: torch imports NumPy in a way that swallows a KeyboardInterrupt."""
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not is_default or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _near(word: str, known: Iterable[str], likeness: float = 0.6) -> list[str]:

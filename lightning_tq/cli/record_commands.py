@@ -40,7 +40,8 @@ def record(args: Sequence[str]) -> int:
     """Write the batches that a task of a running queue is given to a directory: values, tags, and who got which when.
 
     It takes nothing from the task, but the queue keeps its samples until they are written, for some seconds. It ends
-    with the task's last partition, with the queue, or with Ctrl-C, and what was written stays readable however it ends.
+    with the task's last partition, the queue or the terminal, or with Ctrl-C. However it ends, what was written stays
+    readable.
     Exit codes: 0, 1 if samples or batches may be missing, because they were cleared before or the queue
     ended, 2 for an error.
     If it is killed, the queue keeps later batches for it: start it again with the same directory, or end that with
@@ -57,6 +58,8 @@ def _record(options: argparse.Namespace, address: str) -> int:
     import transfer_queue as tq
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores the end of its terminal
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
     try:
         options.directory.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=options.directory).close()

@@ -14,7 +14,7 @@ from typing import Any
 
 
 def main(args: Sequence[str]) -> int:
-    """Serve a queue until SIGTERM or Ctrl-C.
+    """Serve a queue until SIGTERM, Ctrl-C or the end of the terminal (SIGHUP, which nohup ignores).
 
     With --join, add this host's memory to a running queue: values then stay on the host that produced them. Programs
     find the queue by TQ_ADDRESS, and on other hosts also need TQ_KEY_FILE. Once the server answers, it prints its
@@ -39,7 +39,7 @@ def main(args: Sequence[str]) -> int:
     parser.add_argument("--directory", metavar="DIR", help=directory)
     options = parser.parse_args(args)
     # Before NumPy is imported: one of its threads would take them, and the process would die unheard.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
     import transfer_queue as tq
 
     conf = _conf(options)

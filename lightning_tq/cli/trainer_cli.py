@@ -30,6 +30,7 @@ from lightning_tq.callbacks import (  # noqa: F401
 )
 from lightning_tq.datamodule import TQDataModule
 from lightning_tq.producers.group import ProducerError
+from lightning_tq.progress import Progress
 from lightning_tq.queue_config import load_mapping
 from lightning_tq.rank_watchdog import RankGoneError
 from transfer_queue.errors import (
@@ -188,7 +189,7 @@ def run(args: Sequence[str] | None, make: Callable[[], TQCLI] = TQCLI) -> int:
         sys.path.extend(str(path.parent.resolve()) for path, _ in _config_files(sys.argv[1:]))  # or those next to it
         cli = make()
     except TransferQueueError as error:
-        is_refusal = isinstance(error, ConfigError) or _is_of_setup(error)
+        is_refusal = isinstance(error, ConfigError) or _refuses_settings(error)
         if not is_refusal and not isinstance(error, _SELF_EXPLANATORY):
             raise  # of the user's code, whose traceback says where
         sys.stderr.write(f"error: {error}\n")
@@ -198,11 +199,12 @@ def run(args: Sequence[str] | None, make: Callable[[], TQCLI] = TQCLI) -> int:
     return 0
 
 
-def _is_of_setup(error: BaseException) -> bool:
-    """Whether the data module's setup, which checks the configuration together with the Trainer, has refused it."""
+def _refuses_settings(error: BaseException) -> bool:
+    """Whether the configuration doesn't fit the Trainer, which setup checks, or the checkpoint."""
+    checks = {each.__code__ for each in (TQDataModule.setup, Progress.begin, Progress.check_next)}
     frames = traceback.walk_tb(error.__traceback__)
     return isinstance(error, InvalidRequestError | CheckpointNotFoundError) and any(
-        frame.f_code is TQDataModule.setup.__code__ for frame, _ in frames
+        frame.f_code in checks for frame, _ in frames
     )
 
 

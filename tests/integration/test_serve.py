@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -33,12 +34,12 @@ def keys(tmp_path: Path) -> str:
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """Start a server with these options. It is ended in the end."""
+    """Start a server with these options, by a command like nohup. It is ended in the end."""
     started = []
 
-    def start(*options: str) -> subprocess.Popen[str]:
+    def start(*options: str, below: tuple[str, ...] = ("env", "--default-signal=HUP")) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "lightning_tq", "serve", *options],
+            [*below, sys.executable, "-m", "lightning_tq", "serve", *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -80,7 +81,8 @@ def refused(process: subprocess.Popen[str]) -> str:
     return text
 
 
-def test_a_served_queue_outlives_its_programs_and_ends_cleanly_at_a_signal(serve, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_served_queue_outlives_its_programs_and_ends_cleanly_at_a_signal(serve, tmp_path, number):
     server = serve("--directory", str(tmp_path / "d"))
     (address,) = addresses(server)
     join(address).put({"x": torch.arange(4)}, partition_id="p")
@@ -88,9 +90,29 @@ def test_a_served_queue_outlives_its_programs_and_ends_cleanly_at_a_signal(serve
     client = join(address)
     assert client.get_meta(["x"], 4, "p", task_name="t").size == 4
     tq.close()
-    server.send_signal(signal.SIGINT)
+    server.send_signal(number)
     assert server.communicate()[1] == ""
     assert (server.returncode, list((tmp_path / "d").iterdir())) == (0, [])
+
+
+def test_below_nohup_a_served_queue_outlives_its_terminal(serve):
+    server = serve(below=("nohup",))
+    (address,) = addresses(server)
+    client = join(address)
+    server.send_signal(signal.SIGHUP)
+    client.put({"x": torch.arange(4)}, partition_id="p")
+    assert server.poll() is None
+
+
+def test_a_server_without_free_descriptors_says_so_and_serves_the_next_clients_once_there_are_some(serve):
+    server = serve(below=("prlimit", "--nofile=64"))
+    (address,) = addresses(server)
+    with contextlib.ExitStack() as open_now:
+        for _ in range(80):
+            newcomer = open_now.enter_context(socket.socket(socket.AF_UNIX))
+            newcomer.connect(address.removeprefix("ipc://"))
+        assert re.search(r"no more clients can connect beside \d+ connections: .* \(ulimit", server.stderr.readline())
+    join(address).put({"x": torch.arange(4)}, partition_id="p")
 
 
 @pytest.mark.parametrize("which", ["first", "second"])
@@ -250,6 +272,7 @@ def test_keys_that_others_can_read(serve, keys):
         (("--memory", "lots"), "memory"),
         (("--config", "missing.yaml"), "missing.yaml"),
         (("--directory", "/dev/null/queue"), "can't make the directory /dev/null/queue: Not a directory."),
+        ((*LISTEN, "--key-file", "/dev/null/keys"), "can't write keys to /dev/null/keys: Not a directory."),
     ],
 )
 def test_what_cannot_be_served_is_one_error_that_names_it(serve, options, what):

@@ -91,6 +91,20 @@ def test_a_file_may_be_run_twice_in_one_place(config: Callable[..., str], tmp_pa
     assert given(tmp_path) == ["train"] * 3 + ["train"] * 2
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_a_resume_with_another_batch_size_is_refused_without_a_traceback(
+    config: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {"data.val": None, "trainer.max_steps": 1, "trainer.enable_checkpointing": True, "trainer.callbacks": []}
+    path = config({**without_producers(), **changes, "trainer.default_root_dir": str(tmp_path)})
+    assert lightning_tq(["fit", "--config", path]) == 0
+    (saved,) = tmp_path.rglob("*.ckpt")
+    other = ("--data.train.batch_size=2", "--trainer.max_steps=2")
+    assert lightning_tq(["fit", "--config", path, *other, f"--ckpt_path={saved}"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: the checkpoint is at batch 1 of partition 'train@0' in stream 'train', which was")
+
+
 @pytest.mark.programs
 def test_modules_beside_a_configuration_are_found_also_by_its_producers(
     config: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

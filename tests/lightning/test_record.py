@@ -187,8 +187,8 @@ def test_what_a_killed_recorder_wrote_is_readable_and_the_next_one_goes_on_witho
         client.ack(meta, "learn")
     assert client.clear_consumed("train") == 2, "the queue keeps what is not recorded"
     with recorder(tq.init()["address"], directory) as (process, _):
-        process.send_signal(signal.SIGTERM)
-        process.wait()
+        process.send_signal(signal.SIGHUP)  # its terminal is closed
+        assert process.wait() == 0
     found = tq.RecordedBatches(directory)
     assert list(found.rounds) == [("train", 0), ("train", 1), ("train", 2)]
     assert [found.read("train", 0, number)[1].global_indexes for number in (1, 2)] == [

@@ -200,9 +200,9 @@ def keys_for(config: FullConfig, directory: str) -> str | None:
         return None
     path = config.key_file or f"{directory}/keys"
     if not os.path.exists(path):
-        from transfer_queue.transport.tcp_wire import write_keys  # it loads ZMQ
+        from transfer_queue.transport.tcp_wire import make_key_file  # it loads ZMQ
 
-        write_keys(path)
+        make_key_file(path)
     return path
 
 

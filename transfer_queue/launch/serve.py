@@ -35,9 +35,9 @@ def serve(
     conf: DictConfig | Mapping[str, Any] | None, join: str | None = None, directory: str | None = None,
     ready: Ready = lambda local, remote, metrics: None,
 ) -> None:  # fmt: skip
-    """Serve until SIGTERM or Ctrl-C. A server that joins a queue also ends when it loses the controller.
+    """Serve until SIGTERM, SIGINT or SIGHUP. A server that joins a queue also ends when it loses the controller.
 
-    The process must have blocked both signals before it imported anything that starts threads, such as NumPy.
+    The process must have blocked these signals before it imported anything that starts threads, such as NumPy.
 
     Args:
         conf: What ``init`` takes. ``listen`` and ``key_file`` say where other hosts may join.

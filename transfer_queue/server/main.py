@@ -248,8 +248,11 @@ def _stop_with(server: SocketServer, orders: Orders) -> None:
 
 
 def _stop_signals(orders: Orders) -> set[signal.Signals]:
-    """What ends a server: Ctrl-C does if it has no owner."""
-    return {signal.SIGTERM, signal.SIGINT} if orders.parent is None else {signal.SIGTERM}
+    """What ends a server: if it has no owner, also Ctrl-C and the end of its terminal, unless nohup ignores that."""
+    if orders.parent is not None:
+        return {signal.SIGTERM}
+    ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return {signal.SIGTERM, signal.SIGINT, *([] if ignores_hangup else [signal.SIGHUP])}
 
 
 def _stop_at_signal(server: SocketServer, signals: set[signal.Signals]) -> None:

@@ -99,7 +99,10 @@ def no_address(peer: Peer) -> QueueUnreachableError:
 def silent(peer: Peer, timeout_s: float, reached: bool) -> QueueUnreachableError:
     advice = "Is the address right and the queue still running?"
     if reached:
-        advice = "It is there, but busy or stopped: try again. Its log and get_stats()['alarms'] say what holds it."
+        advice = (
+            "It is there, but busy or stopped, or no more clients can connect: try again. Its log and "
+            "get_stats()['alarms'] say what holds it."
+        )
     return QueueUnreachableError(f"{peer.name} at {peer.address} did not answer within {timeout_s:.1f} s. {advice}")
 
 

@@ -24,9 +24,12 @@ from transfer_queue.transport.base import CONFIRM, NOBODY_WAITS, Arrivals, Buffe
 from transfer_queue.transport.connections import gone, no_address, unconnected
 from transfer_queue.transport.descriptors import READ, WRITE, closed_in_children
 from transfer_queue.transport.framing import FramingError, Inbound, Message, Outbound, encode
+from transfer_queue.utils.logging_utils import get_logger
 
 if TYPE_CHECKING:
     from transfer_queue.transport.loop import Readiness
+
+_log = get_logger(__name__)
 
 SCHEME = "ipc://"
 _BUFFER_NBYTES = 1 << 20  # the kernel gives less if its limit is lower
@@ -34,6 +37,7 @@ _CONNECT_S = 1
 _BACKLOG = 4096
 _NEWCOMERS_PER_TURN = 64
 _NO_ROOM_S = 0.1
+_WARN_EVERY_S = 30.0
 _MAX_UNREAD_ANSWERS = 8
 
 
@@ -202,6 +206,7 @@ class UnixListener:
         self._path = address.removeprefix(SCHEME)
         self.routes: set[UnixRoute] = set()
         self._paused_until = math.inf  # if it is not paused
+        self._warn_at = 0.0
         self._socket = _prepared(lambda new: _bind(new, self._path))
         readiness.add(self._socket.fileno(), self._accept)
 
@@ -211,9 +216,16 @@ class UnixListener:
                 self.routes.add(UnixRoute(self, _kept(self._socket.accept()[0])))
         except (BlockingIOError, ConnectionError):
             return
-        except OSError:  # out of descriptors: stop accepting for a while, or the loop would never rest
+        except OSError as error:  # out of descriptors: stop accepting for a while, or the loop would never rest
+            now = time.monotonic()
             self.readiness.remove(self._socket.fileno())
-            self._paused_until = time.monotonic() + _NO_ROOM_S
+            self._paused_until = now + _NO_ROOM_S
+            if now >= self._warn_at:
+                self._warn_at = now + _WARN_EVERY_S
+                advice = "They wait. Raise the limit of this process (ulimit -Hn), or close clients."
+                _log.warning(
+                    "no more clients can connect beside %d connections: %s. %s", len(self.routes), error, advice
+                )
 
     def next_deadline(self) -> float:
         return self._paused_until
