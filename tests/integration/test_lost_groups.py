@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -137,6 +139,30 @@ def test_they_fail_where_a_worker_or_a_task_was_told_that_nothing_more_comes(cli
     assert len(trained(client, name, 2 * states.count("closed"))) == 2 * states.count("closed")
     with pytest.raises(tq.EndOfPartitionError):
         client.get_meta(["answer"], partition_id=name, task_name=f"train {name}", timeout_s=WAIT_S)
+
+
+@pytest.mark.parametrize("timeout_s", [None, 0.1])
+def test_a_stream_waits_until_the_heads_of_its_next_batch_are_put_again(client, name, timeout_s):
+    client.register_task("learn", sampler=tq.GroupSampler(groups=1))
+    before = rows_in_units(client)
+    client.add_groups({"number": torch.tensor([7])}, name, keys=["a"], tasks=["learn"])
+    (victim,) = [unit for unit, count in rows_in_units(client).items() if count > before[unit]]
+    (lease,) = client.lease(name, timeout_s=WAIT_S)
+    lose(client, victim)
+    lease.close({"answer": torch.arange(2)})
+    dataset = tq.StreamingDataset(None, None, None, ["answer"], name, "learn", 0, head_fields=["number"])
+    dataset.timeout_s = timeout_s
+    with ThreadPoolExecutor(1) as pool, closing(dataset):
+        reading = pool.submit(next, iter(dataset))
+        if timeout_s is not None:
+            with pytest.raises(tq.errors.UnitLostError, match="'number'"):
+                reading.result(WAIT_S)
+            return
+        while client.get_stats()["partitions"][name]["tasks"].get("learn", {"drawn": 0})["drawn"] == 0:
+            pass
+        tq.kv_put("a", name, fields={"number": torch.tensor(8)})
+        _, _, heads = reading.result(WAIT_S)
+    assert heads["number"].tolist() == [8]
 
 
 def test_a_saved_queue_knows_which_heads_were_lost(client, name, tmp_path):

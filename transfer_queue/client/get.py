@@ -323,6 +323,8 @@ class Gets(ClientBase):
             await self._check_lost(partition, names, p.unpack_indexes(indexes))
             each = {name: await self.session.ask(p.Describe, p.Batch, partition, [name], indexes) for name in names}
             lacking = [name for name, own in each.items() if not np.frombuffer(own.status, dtype=np.int8).all()]
+            if not lacking:  # they were put meanwhile
+                return await self._described(partition, names, indexes)
             raise StorageKeyNotFoundError(
                 f"some of these samples of partition {partition!r} lack the fields {lacking}: they were not "
                 "put yet, or never. Fetch again, or correct the names."

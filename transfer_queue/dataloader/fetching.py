@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from tensordict import TensorDict
 
 from transfer_queue import protocol as p
 from transfer_queue.client import TransferQueueClient
@@ -100,6 +101,25 @@ class BatchFetcher:
         if seconds:
             threading.Event().wait(seconds)
         return self.should_stop is not None and self.should_stop()
+
+    def heads(self, read: Callable[[], TensorDict]) -> TensorDict:
+        """Wait until heads that were lost with a storage unit have been put again.
+
+        Raises:
+            UnitLostError: they were not within ``timeout_s``, or the stream is to stop.
+        """
+        began, last_text = time.monotonic(), ""
+        while True:
+            try:
+                return read()
+            except QueueUnreachableError as error:
+                self.client.get_lost_samples(self.partition)  # which says so if it is the queue that has ended
+                if str(error) != last_text:
+                    last_text = str(error)
+                    logger.warning("heads of %r can't be read, and are waited for: %s", self.partition, last_text)
+                is_late = self.timeout_s is not None and time.monotonic() >= began + self.timeout_s
+                if is_late or self.pause(_LOST_S):
+                    raise
 
     def look(self) -> None:
         if self.pause(0.0):

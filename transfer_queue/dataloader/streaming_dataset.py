@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -253,8 +253,8 @@ class StreamingDataset(IterableDataset[Any]):
                 items, numbers = self._cut(data, meta, taken, bool(fetch.taken_rows))
                 of_record = getattr(self.fetch_batch_fn, "get_heads", None)
                 if self.head_fields is not None and items:
-                    get_heads = of_record or client.get_heads
-                    items = with_heads(items, meta, get_heads(meta, self.head_fields, client.storage_manager.layout))
+                    read = partial(of_record or client.get_heads, meta, self.head_fields, client.storage_manager.layout)
+                    items = with_heads(items, meta, fetch.heads(read))
                 # A user's function may give something else. Groups of a record hold no slots.
                 has_groups = getattr(meta, "heads", None) is not None and of_record is None
                 yield Bundle(batch_index, items, numbers, has_groups)
