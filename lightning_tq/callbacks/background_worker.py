@@ -6,16 +6,21 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
+_IDLE_S = 5.0
 
 
 class BackgroundWorker(Generic[Item]):
-    """At most one item is in work and one waits. The owner's next call raises what the work raised."""
+    """At most one item is in work and one waits. The owner's next call raises what the work raised.
 
-    def __init__(self, name: str, work: Callable[[Item], None]) -> None:
-        self._work = work
+    ``idle`` runs in the same thread every ``_IDLE_S`` seconds while there is no item.
+    """
+
+    def __init__(self, name: str, work: Callable[[Item], None], idle: Callable[[], None] = lambda: None) -> None:
+        self._work, self._idle = work, idle
         self._waiting: queue.Queue[Item | None] = queue.Queue(1)
         self._stopped = False
         self._error: BaseException | None = None
@@ -66,12 +71,22 @@ class BackgroundWorker(Generic[Item]):
         return item
 
     def _run(self) -> None:
-        while (item := self._waiting.get()) is not None:
+        while True:
             try:
-                self._work(item)
-            except BaseException as error:  # raised again in the owner's thread
-                if not self._stopped:
-                    self._error = error
-                    self._take_back()
+                item = self._waiting.get(timeout=_IDLE_S)
+            except queue.Empty:
+                self._guarded(self._idle)
+                continue
+            if item is None:
+                return
+            self._guarded(partial(self._work, item))
             del item  # release its memory before the wait for the next one
             self._waiting.task_done()
+
+    def _guarded(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except BaseException as error:  # raised again in the owner's thread
+            if not self._stopped:
+                self._error = error
+                self._take_back()

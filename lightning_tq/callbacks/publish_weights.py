@@ -31,7 +31,7 @@ _COMPILED = re.compile(r"(^|\.)(?:_orig_mod\.)+")
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """A copy of the weights that is not in the queue yet."""
+    """A copy of the weights."""
 
     snapshot: WeightsSnapshot
     number: int
@@ -48,6 +48,7 @@ class PublishWeights(Callback):
     thread of the first rank puts the copy into the queue, and its errors end the training. The version is
     ``trainer.global_step``. At the end of training the partition is sealed, which ends the readers' waits. Where
     training replays a record, nothing is published: it has no producers, and those of a live run need its weights.
+    The copy of the newest version is kept, and put again if its values are lost with a storage unit.
 
     It also tells the queue which version trains now (``client.advance``), for all partitions that the train stream may
     read. So a lease has the version whose weights are right for it: ``latest(least=lease.version)``.
@@ -100,6 +101,8 @@ class PublishWeights(Callback):
         self._worker: BackgroundWorker[_Version] | None = None
         self._free: list[WeightsSnapshot] = []
         self._keys: deque[str] = deque()
+        self._newest: _Version | None = None
+        """The last one that was put, kept in case that a storage unit is lost."""
         self._copied: Any = None
         self._side: SideStream | None = None
 
@@ -120,7 +123,7 @@ class PublishWeights(Callback):
             )
         self.skipped, self.version = 0, None
         if trainer.is_global_zero and run.train_reader().reads_queue:
-            self._worker = BackgroundWorker("lightning-tq-weights", self._put)
+            self._worker = BackgroundWorker("lightning-tq-weights", self._put, self._put_again)
             self._keys.clear()
             _clear_earlier_versions(run.client, self.partition)
 
@@ -179,7 +182,7 @@ class PublishWeights(Callback):
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.stop(_STOP_TIMEOUT_S)
-        self._free, self._copied, self._side = [], None, None
+        self._free, self._newest, self._copied, self._side = [], None, None, None
 
     # ---- copy and put ----
 
@@ -234,9 +237,20 @@ class PublishWeights(Callback):
         """Runs in the thread."""
         version.copied.synchronize()
         self._keys.append(version.snapshot.put(self.partition, version.number, version.info))
-        self._free.append(version.snapshot)
-        while len(self._keys) > self.keep:
+        if self._newest is not None:
+            self._free.append(self._newest.snapshot)
+        self._newest = version
+        self._clear(self.keep)
+
+    def _clear(self, keep: int) -> None:
+        while len(self._keys) > keep:
             tq.kv_clear([self._keys.popleft()], self.partition)
+
+    def _put_again(self) -> None:
+        """Runs in the thread: what was lost of the newest version, which readers may wait for."""
+        if self._newest is not None and tq.get_client().get_lost_samples(self.partition):
+            self._clear(1)  # nobody needs those that are older
+            self._newest.snapshot.put(self.partition, self._newest.number, self._newest.info)
 
 
 def _full_state(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:

@@ -152,6 +152,8 @@ class WeightsReader:
         started = time.monotonic()
         while (meta := self._next(max(0.0, min(deadline - time.monotonic(), _REPORT_EVERY_S)), least)) is None:
             newest = "none was published yet" if self._weights is None else f"the newest is {self.version}"
+            if self._client.get_lost_samples(self._partition):
+                newest = "the newest were lost with a storage unit, and their trainer puts them again"
             died = " The trainer has died; one that resumes in this queue will publish more." * self._trainer_died
             wanted = f"weights of version {least} or later; {newest}.{died}"
             now = time.monotonic()

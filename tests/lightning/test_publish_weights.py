@@ -15,7 +15,9 @@ from producing import fill
 from recorders import Recorder
 
 from lightning_tq import Producer, PublishWeights, TQDataModule, Weights, WeightsReader
+from lightning_tq.producers.model_weights import WEIGHTS_PARTITION
 from tests.lightning.conftest import stream
+from tests.own_processes import SLOW
 from transfer_queue import EndOfPartitionError
 from transfer_queue.errors import InvalidRequestError, TransferQueueError
 
@@ -44,6 +46,28 @@ class ReadsWeights(Callback):
 
 def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
     return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_weights_that_are_lost_with_a_storage_unit_come_again_although_the_trainer_makes_no_step(
+    trainer: MakeTrainer,
+) -> None:
+    read = []
+
+    class LosesThem(Callback):
+        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+            client = trainer.datamodule.client
+            WeightsReader(client).latest(least=1, timeout_s=60 * SLOW)
+            units = [name for name in client.get_stats()["clients"] if name.startswith("unit ")]
+            while not client.get_lost_samples(WEIGHTS_PARTITION):
+                client.evict_client(units.pop(), unit=True)
+            read.append(WeightsReader(client).latest(least=1, timeout_s=60 * SLOW))
+            assert same(read[0].state_dict, pl_module.state_dict())
+
+    queue = {"server_processes": "each", "backend": {"SimpleStorage": {"num_data_storage_units": 4}}}
+    with TQDataModule(train=stream("train", num_batches=1), queue=queue) as dm:
+        fill(dm.client, "train", 4)
+        trainer(callbacks=[PublishWeights(), LosesThem()]).fit(Recorder(), datamodule=dm)
+    assert [weights.version for weights in read] == [1]
 
 
 @pytest.mark.programs
