@@ -232,6 +232,23 @@ def test_decisions_know_no_socket_clock_thread_or_torch() -> None:
         assert not found, f"{path.name} imports {found}"
 
 
+def test_tests_begin_with_what_the_readme_installs() -> None:
+    """That is the extra "test". A test that needs more imports it itself, and is skipped without."""
+    of_developers = {"build", "material", "mkdocs", "mkdocstrings", "mypy", "nbclient", "nbformat", "ruff"}
+    tests = {path: imported_first(path) for path in (ROOT / "tests").rglob("*.py")}
+    for path, names in tests.items():
+        scripts = [ROOT / f"{name.replace('.', '/')}.py" for name in names if name.startswith("scripts.")]
+        found = names.union(*(imported_first(script) for script in scripts if script.exists()))
+        assert not {name.split(".")[0] for name in found} & of_developers, path
+
+
+def imported_first(path: Path) -> set[str]:
+    """What a module imports before it runs."""
+    tree = ast.parse(path.read_text())
+    body = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    return set(imports(ast.Module(body, [])))
+
+
 def loaded_after(code: str) -> set[str]:
     program = f"{code}\nimport sys; print('\\n'.join(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
