@@ -14,7 +14,7 @@ import torch
 import transfer_queue as tq
 from tests.own_processes import SLOW
 
-CONF = {"server_processes": "each", "backend": {"SimpleStorage": {"num_data_storage_units": 8}}}
+CONF = {"server_processes": "each", "backend": {"SimpleStorage": {"num_data_storage_units": 12}}}
 """Each test ends one of them."""
 WAIT_S = 60.0 * SLOW
 AT = {"dp_rank": 0, "batch_index": 0}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import os
 import re
 import subprocess
@@ -396,7 +397,7 @@ def test_help_explains_the_options(option: str, says: list[str], capsys: pytest.
 
 @pytest.mark.parametrize("cls", [Stream, Producer, QueueConfig])
 def test_help_of_python_explains_every_argument(cls: type) -> None:
-    explained = set(re.findall(r"^        (\w+): ", cls.__doc__ or "", re.M))
+    explained = set(re.findall(r"^    (\w+): ", inspect.getdoc(cls) or "", re.M))
     assert [each.name for each in dataclasses.fields(cls) if each.name not in explained] == []  # type: ignore[arg-type]
 
 

@@ -131,7 +131,7 @@ def encode(message: Any) -> bytes:
     try:
         return _encoder.encode(message)
     except RecursionError:
-        raise UnsupportedValueError(_too_deep("a value")) from None
+        raise UnsupportedValueError(too_deep("a value")) from None
     except OverflowError as error:
         number = next(_too_big(msgspec.to_builtins(message, enc_hook=str)), "a number")
         raise UnsupportedValueError(
@@ -165,7 +165,7 @@ def _check_depth(request: Any, error: type[Exception]) -> None:
     name = _FREE_FORM.get(type(request))
     value = None if name is None else getattr(request, name)
     if value and _is_too_deep(value):
-        raise error(_too_deep(f"{name} of {type(request).__name__}"))
+        raise error(too_deep(f"{name} of {type(request).__name__}"))
 
 
 def _is_too_deep(value: Any) -> bool:
@@ -178,7 +178,7 @@ def _is_too_deep(value: Any) -> bool:
     return bool(level)
 
 
-def _too_deep(name: str) -> str:
+def too_deep(name: str) -> str:
     return f"{name} is nested deeper than {MAX_DEPTH} levels. Flatten it, or store it as a field."
 
 
@@ -204,7 +204,7 @@ def message_decoder(*more: type[msgspec.Struct]) -> Decode:
         try:
             message = decoder.decode(data)
         except RecursionError:
-            raise ProtocolError(_too_deep("a request")) from None
+            raise ProtocolError(too_deep("a request")) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             named = _with_name(str(error), data, kinds) if isinstance(error, msgspec.ValidationError) else None
             if named is not None:
