@@ -16,17 +16,7 @@ from transfer_queue.errors import InvalidRequestError, UnsupportedValueError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.metadata.annotations import copy_tags
 from transfer_queue.metadata.field_schema import with_dtypes
-from transfer_queue.protocol import (
-    MOST_ROWS,
-    Batch,
-    Done,
-    FieldSpec,
-    SetTags,
-    encode,
-    too_deep,
-    unpack_indexes,
-    unpack_tags,
-)
+from transfer_queue.protocol import MOST_ROWS, Batch, Done, FieldSpec, SetTags, encode, unpack_indexes, unpack_tags
 from transfer_queue.storage.backends import StorageManagerFactory, storage_settings
 from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.session import Session
@@ -199,7 +189,7 @@ def tags_by_row(tags: Any, count: int) -> dict[int, dict[str, Any]]:
     try:
         return {row: copy_tags(own) for row, own in found.items()}
     except RecursionError:
-        raise UnsupportedValueError(too_deep("a tag")) from None
+        raise UnsupportedValueError(p.too_deep("a tag")) from None
 
 
 def as_names(given: Sequence[str] | str, what: str = "data_fields") -> list[str]:
