@@ -15,7 +15,6 @@ from producing import fill
 from recorders import Recorder
 
 from lightning_tq import Producer, PublishWeights, TQDataModule, Weights, WeightsReader
-from lightning_tq.producers.model_weights import WEIGHTS_PARTITION
 from tests.lightning.conftest import stream
 from tests.own_processes import SLOW
 from transfer_queue import EndOfPartitionError
@@ -58,7 +57,7 @@ def test_weights_that_are_lost_with_a_storage_unit_come_again_although_the_train
             client = trainer.datamodule.client
             WeightsReader(client).latest(least=1, timeout_s=60 * SLOW)
             units = [name for name in client.get_stats()["clients"] if name.startswith("unit ")]
-            while not client.get_lost_samples(WEIGHTS_PARTITION):
+            while not client.get_lost_samples(PublishWeights().partition):
                 client.evict_client(units.pop(), unit=True)
             read.append(WeightsReader(client).latest(least=1, timeout_s=60 * SLOW))
             assert same(read[0].state_dict, pl_module.state_dict())
