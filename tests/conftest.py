@@ -30,10 +30,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def signals_as_python_has_them() -> Iterator[None]:
-    """Ctrl-C and SIGTERM work in a test and in what it starts. A background shell or Lightning may have Ctrl-C ignored,
+    """They work in a test and in what it starts. A background shell or Lightning may have Ctrl-C ignored, nohup SIGHUP,
     and Ray leaves a handler of SIGTERM behind, with which Lightning sets none of its own.
     """
-    python = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    default = signal.SIG_DFL
+    python = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: default, signal.SIGHUP: default}
     before = {number: signal.signal(number, handler) for number, handler in python.items()}
     yield
     for number, handler in before.items():

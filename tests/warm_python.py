@@ -129,7 +129,6 @@ def _next_program() -> tuple[list[str], str, dict[str, str]]:
             program = os.fork()
             if program == 0:
                 os.setsid()  # a signal to its group reaches all that it starts, and no test
-                signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also below nohup
                 _print_to(out, err)
                 # From now on, these files may be closed where they are read.
                 print(os.getpid(), file=answering)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -22,7 +23,7 @@ from lightning_tq.producers.model_weights import WEIGHTS_PARTITION, WeightsSnaps
 from lightning_tq.run import run_of
 from lightning_tq.trainer_compat import restores_after_setup
 from transfer_queue import TransferQueueClient
-from transfer_queue.errors import InvalidRequestError
+from transfer_queue.errors import InvalidRequestError, QueueUnreachableError
 
 _STOP_TIMEOUT_S = 5.0
 _COMPILED = re.compile(r"(^|\.)(?:_orig_mod\.)+")
@@ -121,7 +122,7 @@ class PublishWeights(Callback):
                 "PublishWeights can't gather the weights of DeepSpeed stage 3. Use FSDP, ModelParallelStrategy or "
                 "DeepSpeed stage 2."
             )
-        self.skipped, self.version = 0, None
+        self.skipped, self.version, self._newest = 0, None, None
         if trainer.is_global_zero and run.train_reader().reads_queue:
             self._worker = BackgroundWorker("lightning-tq-weights", self._put, self._put_again)
             self._keys.clear()
@@ -247,10 +248,13 @@ class PublishWeights(Callback):
             tq.kv_clear([self._keys.popleft()], self.partition)
 
     def _put_again(self) -> None:
-        """Runs in the thread: what was lost of the newest version, which readers may wait for."""
-        if self._newest is not None and tq.get_client().get_lost_samples(self.partition):
-            self._clear(1)  # nobody needs those that are older
-            self._newest.snapshot.put(self.partition, self._newest.number, self._newest.info)
+        """Runs in the thread: the newest version, which readers may wait for, if it was lost with a storage unit."""
+        newest, client = self._newest, tq.get_client()
+        with suppress(QueueUnreachableError):  # it may be busy; the next put reports an end
+            if newest is not None and client.get_lost_samples(self.partition):
+                self._clear(1)
+                if client.get_lost_samples(self.partition):
+                    newest.snapshot.put(self.partition, newest.number, newest.info)
 
 
 def _full_state(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:

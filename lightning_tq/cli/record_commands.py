@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
+import os
 import signal
 import sys
 import tempfile
@@ -57,15 +59,31 @@ def record(args: Sequence[str]) -> int:
 def _record(options: argparse.Namespace, address: str) -> int:
     import transfer_queue as tq
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores the end of its terminal
-        signal.signal(signal.SIGHUP, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves the end of its terminal
+            signal.signal(number, _end)
     try:
         options.directory.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=options.directory).close()
     except OSError as error:
         raise ConfigError(f"can't write to {options.directory}: {error.strerror or error}.") from error
     return _Recorder(tq.get_client(), options.task, options.directory.resolve()).run()
+
+
+def _end(*_: Any) -> None:
+    """A second signal must not break off the last save."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _say(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # its terminal is closed
 
 
 class _Recorder:
@@ -87,24 +105,24 @@ class _Recorder:
         except QueueUnreachableError:
             missing = self._behind
             lost = f" {counted(missing, 'batch', 'batches')} may be missing." if missing else ""
-            print(f"The queue has ended, or has not answered twice.{lost}")
+            _say(f"The queue has ended, or has not answered twice.{lost}")
         finally:  # the queue must not keep what nobody will write
             with contextlib.suppress(TransferQueueError):
                 self._client.forget_task(self._own)
-        print(f"{counted(self._written, 'batch', 'batches')} written to {self._directory}", flush=True)
+        _say(f"{counted(self._written, 'batch', 'batches')} written to {self._directory}")
         return 1 if missing or self._cleared else 0
 
     def _follow(self) -> None:
         """Until the task ends."""
         known = {task for each in self._look()["partitions"].values() for task in each["tasks"]} - {self._own}
         nothing = "" if self._task in known else f"; it has read nothing yet, others have: {sorted(known)}"
-        print(f"Recording task {self._task!r} to {self._directory}{nothing}", flush=True)
+        _say(f"Recording task {self._task!r} to {self._directory}{nothing}")
         while not self._has_ended(stats := self._look()):
             if time.monotonic() >= self._due or any(wait["writer"] for wait in stats["waiting"]):
                 self._save()
             if time.monotonic() >= self._tell_at:
                 self._tell_at = time.monotonic() + _TELL_EVERY_S
-                print(f"{counted(self._written, 'batch', 'batches')} written, {self._behind} to write", flush=True)
+                _say(f"{counted(self._written, 'batch', 'batches')} written, {self._behind} to write")
             threading.Event().wait(_POLL_S)
 
     def _look(self) -> dict[str, Any]:
@@ -117,7 +135,7 @@ class _Recorder:
         cleared = stats["dropped"].get(self._own, {}).get("cleared", 0)
         if cleared > self._cleared:
             why = "clear_samples and clear_partition wait for no recorder, clear_consumed does"
-            print(f"{counted(cleared, 'sample')} cleared before written, and may be missing: {why}.", flush=True)
+            _say(f"{counted(cleared, 'sample')} cleared before written, and may be missing: {why}.")
             self._cleared = cleared
         return stats
 

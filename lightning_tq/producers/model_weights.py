@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import threading
 import time
 import uuid
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ from transfer_queue import (
     StorageKeyNotFoundError,
     TransferQueueClient,
 )
-from transfer_queue.errors import InvalidRequestError
+from transfer_queue.errors import InvalidRequestError, UnitLostError
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ WEIGHTS_PARTITION = "_weights"
 _FIELDS = ["values", "layout"]
 _ALIGNMENT = 64
 _REPORT_EVERY_S = 30.0
+_LOST_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,7 @@ class WeightsReader:
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         newest = self._newest()
         while newest is not None or self.version < least:
-            loaded = self._load(newest or self._wait(least, deadline))
+            loaded = self._load(newest or self._wait(least, deadline), deadline)
             newest = None if loaded else self._newest()
         assert self._weights is not None
         return self._weights
@@ -153,7 +155,7 @@ class WeightsReader:
         while (meta := self._next(max(0.0, min(deadline - time.monotonic(), _REPORT_EVERY_S)), least)) is None:
             newest = "none was published yet" if self._weights is None else f"the newest is {self.version}"
             if self._client.get_lost_samples(self._partition):
-                newest = "the newest were lost with a storage unit, and their trainer puts them again"
+                newest += ", and what came after was lost with a storage unit until its trainer puts it again"
             died = " The trainer has died; one that resumes in this queue will publish more." * self._trainer_died
             wanted = f"weights of version {least} or later; {newest}.{died}"
             now = time.monotonic()
@@ -181,11 +183,22 @@ class WeightsReader:
             return True
         return False
 
-    def _load(self, meta: BatchMeta) -> bool:
-        try:
-            data = self._client.get_data(meta)
-        except StorageKeyNotFoundError:
-            return False  # it was cleared, so there is a newer one
+    def _load(self, meta: BatchMeta, deadline: float = math.inf) -> bool:
+        said = ""
+        while True:
+            try:
+                data = self._client.get_data(meta)
+                break
+            except StorageKeyNotFoundError:
+                return False  # it was cleared, so there is a newer one
+            except UnitLostError as error:
+                if time.monotonic() >= deadline:
+                    raise
+                if said != str(error):
+                    said = str(error)
+                    logger.warning("weights can't be read until their trainer puts them again: %s", said)
+                threading.Event().wait(_LOST_S)
+                meta = self._newest() or meta
         tags = meta.custom_meta[0]
         tensors = _views(data["values"][0], data["layout"][0]["tensors"])
         self._weights = Weights(tags["version"], tensors, tags["info"])

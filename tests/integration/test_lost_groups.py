@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import transfer_queue as tq
+from tests.integration.noticing import until
 from tests.own_processes import SLOW
 
 CONF = {"server_processes": "each", "backend": {"SimpleStorage": {"num_data_storage_units": 12}}}
@@ -158,8 +159,7 @@ def test_a_stream_waits_until_the_heads_of_its_next_batch_are_put_again(client, 
             with pytest.raises(tq.errors.UnitLostError, match="'number'"):
                 reading.result(WAIT_S)
             return
-        while client.get_stats()["partitions"][name]["tasks"].get("learn", {"drawn": 0})["drawn"] == 0:
-            pass
+        assert until(lambda: client.get_stats()["partitions"][name]["tasks"].get("learn", {}).get("drawn"))
         tq.kv_put("a", name, fields={"number": torch.tensor(8)})
         _, _, heads = reading.result(WAIT_S)
     assert heads["number"].tolist() == [8]

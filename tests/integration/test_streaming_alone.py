@@ -32,7 +32,7 @@ from transfer_queue.errors import QueueUnreachableError
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 
-WORKERS = pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
+WORKERS = pytest.mark.parametrize("workers", [0, 2])
 
 READER = """
 import sys, tempfile, warnings
@@ -107,7 +107,7 @@ def _begun(script: Any, workers: int, processes: str = "one") -> tuple[Any, list
 
 
 @pytest.mark.programs
-@WORKERS
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_ctrl_c_ends_a_reader_that_waits_and_nothing_is_left(script, workers):
     process, family, directory = _begun(script, workers)
     while " waited " not in (line := process.stderr.readline()):  # it waits, and says so

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,11 +57,16 @@ def test_weights_that_are_lost_with_a_storage_unit_come_again_although_the_train
         def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
             client = trainer.datamodule.client
             WeightsReader(client).latest(least=1, timeout_s=60 * SLOW)
+            began_before = WeightsReader(client)
+            meta = began_before._newest()
+            assert meta is not None
             units = [name for name in client.get_stats()["clients"] if name.startswith("unit ")]
             while not client.get_lost_samples(PublishWeights().partition):
                 client.evict_client(units.pop(), unit=True)
             read.append(WeightsReader(client).latest(least=1, timeout_s=60 * SLOW))
             assert same(read[0].state_dict, pl_module.state_dict())
+            assert began_before._load(meta, time.monotonic() + 60 * SLOW)
+            assert began_before.version == 1
 
     queue = {"server_processes": "each", "backend": {"SimpleStorage": {"num_data_storage_units": 4}}}
     with TQDataModule(train=stream("train", num_batches=1), queue=queue) as dm:

@@ -240,13 +240,13 @@ def _wanted_by(state: PlaneState, request: p.Fetch, now: float) -> dict[str, Any
 
 
 def _produced(partition: Partition) -> dict[str, int]:
-    """By field, the number of samples that have it. Heads are none, so fields of heads alone aren't there."""
+    """By field, the number of samples that have it. Heads are none. With groups, only fields that some sample has."""
     counts = partition.schema.counts
-    if not partition.num_heads_held:
+    if partition.groups is None:
         return dict(counts)
     is_head = partition.table.column("state") == RowState.HEAD
     of_heads = {name: int(np.count_nonzero(partition.schema.has(name) & is_head)) for name in counts}
-    return {name: count - of_heads[name] for name, count in counts.items() if count > of_heads[name] or not count}
+    return {name: count - of_heads[name] for name, count in counts.items() if count > of_heads[name]}
 
 
 def _partition_stats(state: PlaneState, partition: Partition, now: float) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -108,17 +109,17 @@ class BatchFetcher:
         Raises:
             UnitLostError: they were not within ``timeout_s``, or the stream is to stop.
         """
-        began, last_text = time.monotonic(), ""
+        wait, reported = _Wait(self), -math.inf
         while True:
             try:
                 return read()
             except QueueUnreachableError as error:
                 self.client.get_lost_samples(self.partition)  # which says so if it is the queue that has ended
-                if str(error) != last_text:
-                    last_text = str(error)
-                    logger.warning("heads of %r can't be read, and are waited for: %s", self.partition, last_text)
-                is_late = self.timeout_s is not None and time.monotonic() >= began + self.timeout_s
-                if is_late or self.pause(_LOST_S):
+                waited_s = wait.waited_s()
+                if waited_s >= reported + self.report_every_s:
+                    reported = waited_s
+                    logger.warning("waited %.1f s for heads of %r: %s", waited_s, self.partition, error)
+                if self.pause(_LOST_S) or (self.timeout_s is not None and waited_s >= self.timeout_s):
                     raise
 
     def look(self) -> None:

@@ -202,7 +202,11 @@ def keys_for(config: FullConfig, directory: str) -> str | None:
     if not os.path.exists(path):
         from transfer_queue.transport.tcp_wire import make_key_file  # it loads ZMQ
 
-        make_key_file(path)
+        try:
+            make_key_file(path)
+        except ConfigError:
+            if not os.path.exists(path):  # else another server has made it meanwhile
+                raise
     return path
 
 

@@ -222,7 +222,7 @@ class UnixListener:
             self._paused_until = now + _NO_ROOM_S
             if now >= self._warn_at:
                 self._warn_at = now + _WARN_EVERY_S
-                advice = "They wait. Raise the limit of this process (ulimit -Hn), or close clients."
+                advice = "They wait. End some clients, or start this server with a higher limit (ulimit -n)."
                 _log.warning(
                     "no more clients can connect beside %d connections: %s. %s", len(self.routes), error, advice
                 )
