@@ -249,11 +249,12 @@ class PublishWeights(Callback):
 
     def _put_again(self) -> None:
         """Runs in the thread: the newest version, which readers may wait for, if it was lost with a storage unit."""
-        newest, client = self._newest, tq.get_client()
+        if (newest := self._newest) is None:
+            return
         with suppress(QueueUnreachableError):  # it may be busy; the next put reports an end
-            if newest is not None and client.get_lost_samples(self.partition):
+            if tq.get_client().get_lost_samples(self.partition):
                 self._clear(1)
-                if client.get_lost_samples(self.partition):
+                if tq.get_client().get_lost_samples(self.partition):
                     newest.snapshot.put(self.partition, newest.number, newest.info)
 
 

@@ -153,11 +153,13 @@ class WeightsReader:
     def _wait(self, least: int, deadline: float) -> BatchMeta:
         started = time.monotonic()
         while (meta := self._next(max(0.0, min(deadline - time.monotonic(), _REPORT_EVERY_S)), least)) is None:
-            newest = "none was published yet" if self._weights is None else f"the newest is {self.version}"
+            newest, lost = f"the newest is {self.version}", ""
             if self._client.get_lost_samples(self._partition):
-                newest += ", and what came after was lost with a storage unit until its trainer puts it again"
+                lost = " Some were lost with a storage unit; a trainer that runs puts the newest again."
+            if self._weights is None:
+                newest = "none can be read" if lost else "none was published yet"
             died = " The trainer has died; one that resumes in this queue will publish more." * self._trainer_died
-            wanted = f"weights of version {least} or later; {newest}.{died}"
+            wanted = f"weights of version {least} or later; {newest}.{lost}{died}"
             now = time.monotonic()
             if now >= deadline:
                 advice = "Check that the trainer runs with PublishWeights."

@@ -105,7 +105,7 @@ def test_below_nohup_a_served_queue_outlives_its_terminal(serve):
 
 
 def test_a_server_without_free_descriptors_says_so_and_serves_the_next_clients_once_there_are_some(serve):
-    server = serve(below=("prlimit", "--nofile=64"))
+    server = serve(below=("sh", "-c", 'ulimit -n 64; exec "$0" "$@"'))
     (address,) = addresses(server)
     with contextlib.ExitStack() as open_now:
         for _ in range(80):
