@@ -97,13 +97,18 @@ def _run(name: str, args: Sequence[str]) -> int:
     except BrokenPipeError:  # who read the output has gone, as with "| head"
         if name in _WITH_TRACEBACKS:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        discard_output()
         return 0
     except TransferQueueError as error:
         if name in _WITH_TRACEBACKS:
             raise
         sys.stderr.write(f"error: {error}\n")
         return 2
+
+
+def discard_output() -> None:
+    """Who read the output has gone. Python would fail when it flushes once more at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager

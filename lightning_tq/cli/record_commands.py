@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
-import os
 import signal
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from lightning_tq.checks import counted
+from lightning_tq.cli import discard_output
 from lightning_tq.cli.queue_commands import run_joined, seconds
 from transfer_queue.errors import ConfigError, QueueUnreachableError, TransferQueueError
 
@@ -83,7 +83,7 @@ def _say(text: str) -> None:
     except OSError as error:
         if error.errno != errno.EIO:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # its terminal is closed
+        discard_output()  # its terminal is closed
 
 
 class _Recorder:

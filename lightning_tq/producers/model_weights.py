@@ -185,7 +185,7 @@ class WeightsReader:
             return True
         return False
 
-    def _load(self, meta: BatchMeta, deadline: float = math.inf) -> bool:
+    def _load(self, meta: BatchMeta, deadline: float) -> bool:
         said = ""
         while True:
             try:

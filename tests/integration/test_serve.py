@@ -18,8 +18,6 @@ import pytest
 import torch
 
 import transfer_queue as tq
-from transfer_queue.config import merge
-from transfer_queue.launch.member import MemberServer
 
 pytestmark = pytest.mark.programs
 
@@ -149,13 +147,6 @@ def test_more_memory_than_the_machine_has_is_warned_of(serve):
     server.terminate()
     _, text = server.communicate()
     assert re.search(r"may hold 900000.0 GiB of values .* has [\d.]+ GiB: the system will kill servers", text)
-
-
-def test_of_a_host_s_share_of_a_larger_queue_nobody_is_warned(caplog):
-    conf = tq.init({"backend": {"SimpleStorage": {"memory": "900000GiB"}}})
-    assert caplog.text.count("the system will kill servers") == 1
-    with contextlib.closing(MemberServer(merge(conf), "later", conf.address, None, capacity_nbytes=1 << 20)):
-        assert caplog.text.count("the system will kill servers") == 1
 
 
 def test_a_server_that_leaves_takes_its_values_along_by_name(serve, keys):

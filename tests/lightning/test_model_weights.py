@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -92,7 +93,7 @@ def test_a_version_cleared_while_it_was_fetched_is_skipped_for_the_next(client: 
     stale = reader._newest()
     assert stale is not None
     client.clear_samples(stale)
-    reader._load(stale)
+    reader._load(stale, time.monotonic() + 20)
     assert reader.version == -1
     put(1)
     assert reader.latest().version == 1

@@ -29,13 +29,14 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 def _resolved(target: str | os.PathLike[str]) -> Path:
     """Resolve links and "..", because the temporary directory must be a sibling of the real one."""
-    scheme, _, path_of_url = os.fspath(target).partition("://")
+    given = os.fspath(target)
+    scheme, _, path_of_url = given.partition("://")
     try:
-        path = Path(path_of_url if scheme in _OF_THIS_HOST and path_of_url else target).resolve()
+        path = Path(path_of_url if scheme in _OF_THIS_HOST and path_of_url else given).resolve()
     except ValueError as error:  # a NUL
-        raise CheckpointError(f"{os.fspath(target)!r} is no path: {error}.") from error
+        raise CheckpointError(f"{given!r} is no path: {error}.") from error
     if not path.name:
-        raise CheckpointError(f"{os.fspath(target)!r} is the root of a file system. Name a directory below it.")
+        raise CheckpointError(f"{given!r} is the root of a file system. Name a directory below it.")
     return path
 
 
