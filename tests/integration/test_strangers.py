@@ -25,6 +25,7 @@ from tests.integration.faults import (
     stranger,
 )
 from transfer_queue import protocol as p
+from transfer_queue.storage.messages import EndSession
 
 CONF = {"backend": {"SimpleStorage": {"put_timeout_s": 1.0, "capacity_bytes": 64 << 20}}}
 GREETING = framed(b"stranger")
@@ -166,6 +167,16 @@ def test_the_same_number_again_gets_the_same_answer(client, queue, name):
         assert first.header == second.header
         assert isinstance(p.decode_reply(first.header), p.Batch)
         assert client.get_stats()["partitions"][name]["tasks"][OWN_TASK]["consumed"] == 1
+
+
+def test_a_client_that_comes_back_under_its_name_keeps_what_it_inserts(queue, name):
+    """The controller tells all storage units of a session's end, itself among them, and the client may be faster."""
+    with hello(queue, "came back") as bare, hello(queue, "controller") as controller:
+        bare.sendall(framed(p.encode_request(p.Insert(1, name, 2, ["x"])), 1))
+        received_replies(bare, 1)
+        controller.sendall(framed(p.encode_request(EndSession(1, "came back", [])), 1))
+        received_replies(controller, 1)
+        assert tq.get_client().get_stats()["partitions"][name]["samples"] == 2
 
 
 # ---- clients that don't listen ----

@@ -7,6 +7,7 @@ wrong values. Whole runs are also done on the CPU, without delays.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -296,7 +297,7 @@ def versions(client: TransferQueueClient) -> list[Weights]:
     metas = client.get_meta(["values", "layout"], partition_id="_weights", mode="force_fetch")
     for row in range(metas.size):
         reader = WeightsReader(client)
-        assert reader._load(metas.select_samples([row]))
+        assert reader._load(metas.select_samples([row]), time.monotonic())
         assert reader._weights is not None
         found.append(reader._weights)
     return found

@@ -239,9 +239,10 @@ class Front:
     def _end_in_unit(self, call: Call, request: EndSession) -> p.Reply:
         """The controller has ended a session. Its client may live: while it is connected here, it may still copy."""
         assert self.unit is not None
-        if request.client in self.connections():
-            self.unit.evict(request.client)
-        self.unit.end_session(request.client, request.published)
+        if self.plane is None:  # otherwise it ended at once, and another may have its name by now
+            if request.client in self.connections():
+                self.unit.evict(request.client)
+            self.unit.end_session(request.client, request.published)
         return p.Done(request.id)
 
     def _clean_up(self) -> list[Answer]:
