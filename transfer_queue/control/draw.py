@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import reprlib
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
@@ -221,21 +221,20 @@ class Draw:
             has_enough = self.ready.count >= self.sampler.samples_needed(self.batch_size, self.dp_size or 1)
             if self.sampler_args or not _draws_rounds(type(self.sampler)) or self._remembers():
                 return self._by_rank() if has_enough or self._is_cached() else None
-            return self._round() if has_enough else None
+            sampler: Any = self.sampler
+            return (self._asked(sampler.round) or None) if has_enough else None
 
     def _remembers(self) -> bool:
         """Whether the sampler has some memory of this task."""
         return bool(self.sampler._states.get(self.partition.name, {}).get(self.consumer.task))
 
-    def _round(self) -> list[Share] | None:
+    def _asked(self, draw: Callable[[Round], list[list[int]]]) -> list[Share]:
         """The round in one step: a call per rank takes 40 us, which is too long for a thousand ranks in one turn."""
-        sampler: Any = self.sampler
         column = self.partition.table.column("index")
-        view = ReadyView(self.ready, column)
-        wanted = Round(view, self.batch_size, self.ranks, self.batch_index, self._seen)
-        batches: list[list[int]] = sampler.round(wanted)
+        view, seen = ReadyView(self.ready, column), PartitionView(self.partition)
+        batches = draw(Round(view, self.batch_size, self.ranks, self.batch_index, seen))
         if not batches:
-            return None
+            return []
         indexes = np.fromiter(chain.from_iterable(batches), dtype=np.int64)
         rows = column.searchsorted(indexes)
         # Copies, because a rank's batch may be kept long after those of the others.
@@ -260,11 +259,6 @@ class Draw:
             self.sampler.forget(self.partition.name, self.consumer.task, self.batch_index)
         return taken
 
-    @property
-    def _seen(self) -> PartitionView:
-        """What the sampler may read besides the ready samples."""
-        return PartitionView(self.partition)
-
     def _is_cached(self) -> bool:
         asked = getattr(self.sampler.has_cached_result, "__func__", None)
         if asked is BaseSampler.has_cached_result and not self._remembers():
@@ -284,7 +278,7 @@ class Draw:
     def _share(self, rank: int | None) -> Share | None:
         offered: Any = ReadyView(self.ready, self.partition.table.column("index"))
         arguments = self._arguments(rank)
-        arguments["partition"] = self._seen
+        arguments["partition"] = PartitionView(self.partition)
         own = _draws_rounds(type(self.sampler))
         if not own:  # users' samplers were promised a list, which they may change
             self.ready.listed = self.ready.listed or list(offered)
@@ -338,11 +332,13 @@ class Draw:
         if policy == "drop":
             return []
         with foreign(self.sampler, self.consumer.task):
-            return self._last_round() if isinstance(self.sampler, GroupSampler) else self._tail(policy)
+            if isinstance(self.sampler, GroupSampler):
+                return self._asked(self.sampler.last_round)
+            return self._tail(policy)
 
     def _tail(self, policy: str) -> list[Share]:
         view = ReadyView(self.ready, self.partition.table.column("index"))
-        indexes = self._as_indexes(self.sampler.tail(view, self.batch_size, partition=self._seen))
+        indexes = self._as_indexes(self.sampler.tail(view, self.batch_size, partition=PartitionView(self.partition)))
         if not len(indexes):
             return []
         if len(np.unique(indexes)) < len(indexes):
@@ -353,13 +349,6 @@ class Draw:
         parts = [indexes[i * self.batch_size : (i + 1) * self.batch_size] for i in range(len(self.ranks))]
         rows = [self.partition.rows_of(part) for part in parts]
         return [Share(part, own, own) for part, own in zip(parts, rows, strict=True) if len(part)]
-
-    def _last_round(self) -> list[Share]:
-        sampler: Any = self.sampler
-        view = ReadyView(self.ready, self.partition.table.column("index"))
-        batches = sampler.last_round(Round(view, self.batch_size, self.ranks, self.batch_index, self._seen))
-        indexes = [np.array(batch, dtype=np.int64) for batch in batches]
-        return [Share(own, rows := self.partition.rows_of(own), rows) for own in indexes]
 
     def _padded(self, left: Indexes) -> list[Share]:
         total = self.batch_size * len(self.ranks)
