@@ -302,7 +302,7 @@ class ServedFetch:
         if any(entry is not None and (entry.dp_size or 1) != size for entry in map(ledger.get, keys)):
             raise self._of_other_size(index)
 
-    def _of_other_size(self, index: int | None) -> InvalidRequestError:
+    def _of_other_size(self, index: int) -> InvalidRequestError:
         return InvalidRequestError(
             f"batch {index} of task {self._fetch.task!r}, partition {self.partition.name!r} was drawn when dp_size was "
             f"another one; it is {self._dp_size} now, and ranks would get other samples, or none. Keep one dp_size as "
@@ -341,18 +341,13 @@ class ServedFetch:
         ranks: tuple[int | None, ...] = (self._rank,)
         if self._dp_size is not None:
             ranks = tuple(range(self._dp_size))
-            self._check_free(batch_index)
+            # A round is drawn for all ranks, so none of them may already have this batch.
+            if batch_index is not None and self.consumer.ledger.holding(range(self._dp_size), batch_index):
+                raise self._of_other_size(batch_index)
         return Draw(
             self.partition, self.consumer, self._task.sampler, tuple(fetch.fields), self.ready(), fetch.batch_size,
             batch_index, ranks, self._dp_size, fetch.sampler_args,
         )  # fmt: skip
-
-    def _check_free(self, batch_index: int | None) -> None:
-        """A round is drawn for all ranks, so none of them may already have this batch."""
-        ranks = range(self._dp_size or 0)
-        taken = [] if batch_index is None else self.consumer.ledger.holding(ranks, batch_index)
-        if taken:
-            raise self._of_other_size(batch_index)
 
     def _hand_out(self, draw: Draw, shares: list[Share]) -> Batch | Ended:
         """Write the round to the ledger, and answer the requesting rank."""
