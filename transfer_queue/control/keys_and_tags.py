@@ -7,6 +7,7 @@ packed: a dict for each sample would take most of the controller's memory.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
@@ -27,7 +28,8 @@ class KeyMap:
 
     def __init__(self) -> None:
         self._shards: list[dict[str, int]] = []  # key -> index, by the key's hash
-        self._blocks: dict[int, dict[int, str]] = {}  # index -> key, by the index's block, in order of insertion
+        self._blocks: defaultdict[int, dict[int, str]] = defaultdict(dict)
+        """index -> key, by the index's block, in order of insertion."""
         self._size = 0
         self.watches: dict[object, dict[int, str]] = {}
         """By reader of the keys as they were: those of samples that are deleted, for ``names_of``."""
@@ -40,10 +42,7 @@ class KeyMap:
         if not self._shards:
             self._shards = [{} for _ in range(_SHARDS)]
         self._shards[hash(key) % _SHARDS][key] = index
-        block = self._blocks.get(index // _BLOCK)
-        if block is None:
-            block = self._blocks[index // _BLOCK] = {}
-        block[index] = key
+        self._blocks[index // _BLOCK][index] = key
         self._size += 1
 
     def index_of(self, key: str) -> int | None:
