@@ -232,7 +232,7 @@ class Consumer:
         """Rows are no longer undrawn."""
         if not len(rows):
             return
-        for ready in self._ready.values():
+        for _, ready in self._ready.items():
             ready.discard(rows)
         for name in self._undrawn_with:
             self._undrawn_with[name] -= int(np.count_nonzero(self._schema.has(name)[rows]))

@@ -36,9 +36,6 @@ class KeptSets(Generic[K]):
     def items(self) -> Iterable[tuple[K, ReadySet]]:
         return [*self._latest.items(), *self._held.items()] if self._held else self._latest.items()
 
-    def values(self) -> Iterable[ReadySet]:
-        return [*self._latest.values(), *self._held.values()] if self._held else self._latest.values()
-
     def clear(self) -> None:
         self._latest.clear()
         self._held.clear()

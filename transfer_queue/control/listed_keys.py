@@ -63,7 +63,7 @@ class ListedKeys:
         rows = self._listed(rows)
         if len(rows):
             self._add(self._table.column("index")[rows].tolist())
-            for each in self._matching.values():
+            for _, each in self._matching.items():
                 each.add(rows)
 
     def removing(self, rows: Rows) -> None:
@@ -72,7 +72,7 @@ class ListedKeys:
         if len(rows):
             names = map(self._keys.key_of, self._table.column("index")[rows].tolist())
             self._add([name for name in names if name is not None])
-            for each in self._matching.values():
+            for _, each in self._matching.items():
                 each.discard(rows)
 
     def _listed(self, rows: Rows) -> Rows:
@@ -124,5 +124,5 @@ class ListedKeys:
         live = PUBLISHED[self._table.column("state")].nonzero()[0]
         named = [self._keys.key_of(index) is not None for index in self._table.column("index")[live].tolist()]
         assert live[np.array(named, dtype=np.bool_)].tolist() == rows.tolist(), "samples with keys are listed"
-        for each in self._matching.values():
+        for _, each in self._matching.items():
             each.check_invariants(rows)

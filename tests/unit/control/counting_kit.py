@@ -64,7 +64,7 @@ def watch(plane: LocalPlane) -> None:
     table = partition.table
     table._columns = {name: column.view(Watched) for name, column in table._columns.items()}
     for consumer in partition.consumers.values():
-        for ready in consumer._ready.values():
+        for _, ready in consumer._ready.items():
             for each in (ready, getattr(ready.follower, "_heads", ready)):
                 each._mask, each._counts = each._mask.view(Watched), each._counts.view(Watched)
     Watched.elements = 0
