@@ -53,9 +53,7 @@ def _joined(partition: Partition, task: str, leader: str) -> bool:
 def _copy(partition: Partition, task: str, entries: Iterable[Entry | None]) -> None:
     own = partition.consumers[task]
     for entry in entries:
-        if entry is None:
-            continue
-        if not partition.table.find(entry.indexes)[1].any():  # all its groups have left
+        if entry is None or not partition.table.find(entry.indexes)[1].any():  # all its groups have left
             continue
         before = own.ledger.get(entry.key)
         if before is not None:  # the leader's consumption was reset, so it was given something else under this number

@@ -44,8 +44,6 @@ class Restored:
     def __init__(self, state: PlaneState, shift: int, now: float) -> None:
         self.partitions: dict[str, Partition] = {}
         self.allocator = IndexAllocator()
-        self.versions: dict[str, int] = {}
-        self.next_lease = 1
         self._state, self._shift, self._now = state, shift, now
         self._head: SavedQueue | None = None
         self._given: dict[tuple[str, str], Counter[int]] = {}
@@ -169,7 +167,6 @@ class Restored:
         """Discard what was built."""
         for partition in self.partitions.values():
             self._state.discard(partition)
-        self.partitions = {}
 
 
 def check_fits(state: PlaneState, count: int) -> None:

@@ -21,7 +21,7 @@ class Alarms:
     """What was seen to run for too long. The time is passed in."""
 
     def __init__(self, held_s: float = HELD_S) -> None:
-        self._held_s = held_s
+        self.held_s = held_s
         self._alarms: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
         self._count = 0
         self._last: str | None = None
@@ -33,7 +33,7 @@ class Alarms:
         if running is None or running != self._last:
             self._last, self._since, self._current = running, now, None
             return False
-        if now - self._since < self._held_s:
+        if now - self._since < self.held_s:
             return False
         if is_new := self._current is None:
             self._count += 1
@@ -59,7 +59,6 @@ class Watchdog:
     ) -> None:
         """``running``: name of the foreign code that runs now, None for none. It is called in the watchdog's thread."""
         self._running = running
-        self._held_s = held_s
         self._look_every_s = look_every_s
         self._alarms = Alarms(held_s)
         self._stop = threading.Event()
@@ -79,5 +78,5 @@ class Watchdog:
             running = self._running()
             if self._alarms.look(running, time.monotonic()):
                 _log.warning(
-                    "%s has held the server for more than %.1f s: nobody else is served.", running, self._held_s
+                    "%s has held the server for more than %.1f s: nobody else is served.", running, self._alarms.held_s
                 )
