@@ -17,6 +17,8 @@ from transfer_queue.protocol import DeclaredField, FieldSpec, by_row, runs_of
 _MAX_SIZE = 2**31 - 1
 _MOST_DTYPES = 64
 """Of one field. The number of a row's dtype must fit into a byte."""
+_HAS, _SHAPES, _UNIT, _DTYPES = "has:", "shapes:", "unit:", "dtypes:"
+"""How the names of a field's columns begin."""
 
 
 @dataclass(slots=True)
@@ -92,13 +94,13 @@ class Schema:
         if name not in self._fields:
             self._fields[name] = None
             self.counts[name] = 0
-            self._table.add_column(_has(name), np.bool_)
+            self._table.add_column(_HAS + name, np.bool_)
 
     def has(self, name: str) -> npt.NDArray[np.bool_]:
         """[rows] Which rows have the field. All False for an unknown field."""
         if name not in self._fields:
             return np.zeros(self._table.size, dtype=np.bool_)
-        return self._table.column(_has(name))
+        return self._table.column(_HAS + name)
 
     def complete(self, rows: Rows, names: Iterable[str]) -> npt.NDArray[np.bool_]:
         """[len(rows)] Which of these rows have all the named fields."""
@@ -106,7 +108,7 @@ class Schema:
         for name in names:
             if name not in self._fields:
                 return np.zeros(len(rows), dtype=np.bool_)
-            result &= self._table.column(_has(name))[rows]
+            result &= self._table.column(_HAS + name)[rows]
         return result
 
     def fields_of(self, rows: Rows) -> list[str]:
@@ -118,7 +120,7 @@ class Schema:
         lost = {}
         for name in self.written():
             if name in self._placed:
-                has, units = self._table.column(_has(name)), self._table.column(_unit(name))
+                has, units = self._table.column(_HAS + name), self._table.column(_UNIT + name)
                 rows = (has & (units == unit) & PUBLISHED[self._table.column("state")]).nonzero()[0]
                 if len(rows):
                     self._table.copies.make()
@@ -130,7 +132,7 @@ class Schema:
     def count_deleted(self, rows: Rows) -> None:
         """These rows, each once, are about to be deleted."""
         for name in self._fields:
-            self.counts[name] -= int(np.count_nonzero(self._table.column(_has(name))[rows]))
+            self.counts[name] -= int(np.count_nonzero(self._table.column(_HAS + name)[rows]))
 
     def fields_of_some(self, rows: Rows, besides: Sequence[str]) -> list[str]:
         """Written fields that some of the rows have, without those ``besides``."""
@@ -159,35 +161,36 @@ class Schema:
         news = {}
         for name, spec in specs.items():
             self.expect(name)
-            has = self._table.column(_has(name))
+            has = self._table.column(_HAS + name)
             news[name] = rows if are_new else ascending(rows[~has[rows]])
             self.counts[name] += len(news[name])
             has[rows] = True
             if spec.units is not None or name in self._placed:
                 self._placed.add(name)
-                self._table.ensure_column(_unit(name), np.int32)[rows] = 0 if spec.units is None else by_row(spec.units)
+                units = 0 if spec.units is None else by_row(spec.units)
+                self._table.ensure_column(_UNIT + name, np.int32)[rows] = units
             known = self._fields[name]
             if known is None or (spec.dtype not in known.dtypes and not self._have_others(name, rows)):
-                self._table.drop_column(_shapes(name))
-                self._table.drop_column(_dtypes(name))
+                self._table.drop_column(_SHAPES + name)
+                self._table.drop_column(_DTYPES + name)
                 known = _Field((spec.dtype,), spec.shape, spec.is_nested, spec.is_non_tensor)
                 self._fields[name] = known
             if known.dtypes != (spec.dtype,):  # only a field of several dtypes takes memory per row for them
                 if spec.dtype not in known.dtypes:
                     known.dtypes += (spec.dtype,)
-                self._table.ensure_column(_dtypes(name), np.uint8)[rows] = known.dtypes.index(spec.dtype)
+                self._table.ensure_column(_DTYPES + name, np.uint8)[rows] = known.dtypes.index(spec.dtype)
             known.is_nested |= spec.is_nested
             if spec.is_non_tensor or (spec.shape is not None and known.shape == spec.shape):
                 continue
             shapes = _row_shapes(spec, len(rows))
             self._become_ragged(name, known, shapes)
             if known.ndim is not None:
-                self._table.column(_shapes(name))[rows] = shapes
+                self._table.column(_SHAPES + name)[rows] = shapes
         return news
 
     def _units_of(self, name: str, rows: Rows) -> npt.NDArray[np.int32] | None:
         """The unit of each row; None: all of them are in unit 0."""
-        units = self._table.column(_unit(name))[rows] if name in self._placed else None
+        units = self._table.column(_UNIT + name)[rows] if name in self._placed else None
         return None if units is None or not units.any() else units
 
     def _have_others(self, name: str, rows: Rows) -> bool:
@@ -203,10 +206,10 @@ class Schema:
             return
         ndim = None if new is None else new.shape[1]
         if field.ndim is None and ndim is not None and (before is None or len(before) == ndim):
-            self._table.ensure_column(_shapes(name), np.int32, ndim)[:] = 0 if before is None else before
+            self._table.ensure_column(_SHAPES + name, np.int32, ndim)[:] = 0 if before is None else before
             field.ndim = ndim
         elif field.ndim != ndim or ndim is None:
-            self._table.drop_column(_shapes(name))
+            self._table.drop_column(_SHAPES + name)
             field.ndim, field.mixed = None, True
 
     # ---- checkpoints ----
@@ -219,9 +222,9 @@ class Schema:
         field, has, declared = self._fields[name], self.has(name)[rows].tobytes(), self._declared.get(name)
         if field is None:
             return SavedField(name, False, has, declared=declared)
-        shapes = None if field.ndim is None else self._table.column(_shapes(name))[rows].astype("<i4").tobytes()
+        shapes = None if field.ndim is None else self._table.column(_SHAPES + name)[rows].astype("<i4").tobytes()
         several = len(field.dtypes) > 1
-        row_dtypes = self._table.column(_dtypes(name))[rows].tobytes() if several else None
+        row_dtypes = self._table.column(_DTYPES + name)[rows].tobytes() if several else None
         units = self._units_of(name, rows)
         return SavedField(
             name, True, has, field.dtypes[0], field.shape, field.is_nested, field.is_non_tensor, field.ndim,
@@ -244,7 +247,7 @@ class Schema:
         for saved in fields:
             self.expect(saved.name)
             has = np.frombuffer(saved.has, dtype=np.bool_) & published  # only in a damaged file has another row values
-            self._table.column(_has(saved.name))[start:] = has
+            self._table.column(_HAS + saved.name)[start:] = has
             self.counts[saved.name] += int(np.count_nonzero(has))
             if saved.declared is not None:
                 self._declared[saved.name] = saved.declared
@@ -257,16 +260,16 @@ class Schema:
                 self._load_dtypes(saved, start)
             if saved.ndim is not None:
                 shapes = np.frombuffer(saved.shapes or b"", dtype="<i4").reshape(count, saved.ndim)
-                self._table.ensure_column(_shapes(saved.name), np.int32, saved.ndim)[start:] = shapes
+                self._table.ensure_column(_SHAPES + saved.name, np.int32, saved.ndim)[start:] = shapes
             if saved.units is not None:
                 self._placed.add(saved.name)
-                self._table.ensure_column(_unit(saved.name), np.int32)[start:] = np.frombuffer(saved.units, "<i4")
+                self._table.ensure_column(_UNIT + saved.name, np.int32)[start:] = np.frombuffer(saved.units, "<i4")
 
     def _load_dtypes(self, saved: SavedField, start: int) -> None:
         numbers = np.frombuffer(saved.row_dtypes or b"", dtype=np.uint8)
         if (len(numbers) and int(numbers.max()) >= len(saved.dtypes)) or len(saved.dtypes) > _MOST_DTYPES:
             raise ValueError(f"rows of field {saved.name!r} have unknown dtypes")
-        self._table.ensure_column(_dtypes(saved.name), np.uint8)[start:] = numbers
+        self._table.ensure_column(_DTYPES + saved.name, np.uint8)[start:] = numbers
 
     def spec(self, name: str, rows: Rows) -> FieldSpec:
         """Describe the field for these rows; a field without values is a placeholder."""
@@ -275,33 +278,17 @@ class Schema:
             return FieldSpec(None, None)
         shapes = None
         if field.ndim is not None:
-            shapes = np.ascontiguousarray(self._table.column(_shapes(name))[rows], dtype="<i4").tobytes()
+            shapes = np.ascontiguousarray(self._table.column(_SHAPES + name)[rows], dtype="<i4").tobytes()
         by_unit = self._units_of(name, rows)
         units = None if by_unit is None else runs_of(by_unit)
         if len(field.dtypes) == 1:
             return FieldSpec(field.dtypes[0], field.shape, field.is_nested, field.is_non_tensor, shapes, units=units)
-        numbers = self._table.column(_dtypes(name))[rows]
+        numbers = self._table.column(_DTYPES + name)[rows]
         dtype = field.dtypes[int(numbers[0]) if len(numbers) else 0]
         row_dtypes = numbers.tobytes() if len(numbers) and (numbers != numbers[0]).any() else None
         if dtype is None and row_dtypes is None:
             return FieldSpec(None, None, is_non_tensor=True, dtypes=list(field.dtypes), units=units)
         return FieldSpec(dtype, field.shape, field.is_nested, False, shapes, list(field.dtypes), row_dtypes, units)
-
-
-def _has(name: str) -> str:
-    return f"has:{name}"
-
-
-def _shapes(name: str) -> str:
-    return f"shapes:{name}"
-
-
-def _unit(name: str) -> str:
-    return f"unit:{name}"
-
-
-def _dtypes(name: str) -> str:
-    return f"dtypes:{name}"
 
 
 def _declaration(declared: DeclaredField) -> str:
