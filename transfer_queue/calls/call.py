@@ -39,8 +39,8 @@ class Holding:
         """Give it back, because nobody has the answer. Returns False if what was done stays all the same."""
         return True
 
-    def end(self, died: bool) -> bool:
-        """The session has ended while this is held. ``died``: without a goodbye. Returns whether it is held even so."""
+    def end(self, died: bool) -> bool | None:
+        """The session has ended while this is held. ``died``: without a goodbye. True: it is held even so."""
         if self.outlives_session:
             self.keep()
         else:

@@ -42,9 +42,8 @@ class Worker(Holding):
         self.leases: dict[int, HeldLease] = {}
         self.wakes_at = 0.0
 
-    def end(self, died: bool) -> bool:
+    def end(self, died: bool) -> None:
         self.on_end(self, died)
-        return False
 
 
 @dataclass(slots=True, eq=False)

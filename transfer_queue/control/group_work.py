@@ -265,10 +265,9 @@ class GroupReader(Holding):
     def __init__(self, state: PlaneState, client: str) -> None:
         self._state, self._client = state, client
 
-    def end(self, died: bool) -> bool:
+    def end(self, died: bool) -> None:
         for task in list(self._state.leases.trainers):
             has_trained_all(self._state, task, self._client)
-        return False
 
 
 def reads(state: PlaneState, call: Call) -> None:

@@ -21,7 +21,7 @@ class _Unit(Holding):
     def __init__(self, state: PlaneState, number: int) -> None:
         self._state, self._number = state, number
 
-    def end(self, died: bool) -> bool:
+    def end(self, died: bool) -> None:
         """The values in it are gone, so their fields aren't produced any more."""
         state = self._state
         state.units.remove(self._number)
@@ -32,7 +32,6 @@ class _Unit(Holding):
             if len(lost):
                 group_work.make_again(state, partition, lost, reason)
                 state.changed(partition)
-        return False
 
 
 class _RunMember(Holding):
@@ -43,10 +42,9 @@ class _RunMember(Holding):
     def __init__(self, state: PlaneState, client: str, run: str) -> None:
         self._state, self._client, self.run = state, client, run
 
-    def end(self, died: bool) -> bool:
+    def end(self, died: bool) -> None:
         """The others can't go on without it. It may have left before."""
         _leave(self._state, self._client, self.run, lost=True)
-        return False
 
 
 def join_unit(state: PlaneState, call: Call, request: p.JoinUnit) -> p.Reply:

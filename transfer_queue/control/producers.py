@@ -33,9 +33,8 @@ class _Producing(Holding):
         self._producers, self._name, self._client = producers, name, client
         self.published = False
 
-    def end(self, died: bool) -> bool:
+    def end(self, died: bool) -> None:
         self._producers.gone(self._name, self._client, died)
-        return False
 
 
 class Producers:
@@ -58,20 +57,18 @@ class Producers:
 
     def published(self, call: Call, fields: Iterable[str]) -> None:
         """The call's session is a living producer of these fields."""
+        self.announced(call, fields)
         for name in fields:
-            producers = self._fields.get(name)
-            if producers is None or call.client not in producers.alive:
-                producers = self._producing(call, name)
+            producers = self._fields[name]
             producers.alive[call.client].published = True
             producers.published_at = self._calls.now
 
-    def _producing(self, call: Call, name: str) -> _Producers:
+    def _producing(self, call: Call, name: str) -> None:
         producers = self._fields.setdefault(name, _Producers())
         for of_an_earlier_process in (self._notes, self._left):
             of_an_earlier_process.pop(call.client.rpartition("_")[0], None)
         producers.alive[call.client] = own = _Producing(self, name, call.client)
         self._calls.hold(call, own)
-        return producers
 
     def gone(self, name: str, client: str, died: bool) -> None:
         """A session that produces this field has left or died.
