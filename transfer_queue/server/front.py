@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, get_args
 
 import msgspec
@@ -84,7 +85,7 @@ class Front:
         if plane is not None:
             verbs |= {p.EvictClient: self._evict, p.GetStats: self._stats, p.JoinUnit: self._join_unit}
         if unit is not None:
-            verbs |= {AskUnitStats: self._unit_stats, EndSession: self._end_in_unit}
+            verbs |= {AskUnitStats: partial(self._unit_stats, unit), EndSession: partial(self._end_in_unit, unit)}
         return verbs
 
     def listens_at(self, address: str) -> None:
@@ -156,7 +157,7 @@ class Front:
     def _outgoing(self, answers: list[Answer]) -> list[Outgoing]:
         """The answers as they travel. What became unused or ended meanwhile is dealt with."""
         if self.plane is not None and (self.plane.state.unused or self.plane.state.ended_writes):
-            answers += self._clean_up()
+            answers += self._clean_up(self.plane)
         for fault in self.calls.faults:
             _log.error("a request could not be served, or a call could not be undone", exc_info=fault)
         self.calls.faults.clear()
@@ -236,26 +237,23 @@ class Front:
         if self._janitor is not None:
             self._janitor.end_session(client, published)
 
-    def _end_in_unit(self, call: Call, request: EndSession) -> p.Reply:
+    def _end_in_unit(self, unit: StorageUnit, call: Call, request: EndSession) -> p.Reply:
         """The controller has ended a session. Its client may live: while it is connected here, it may still copy."""
-        assert self.unit is not None
         if self.plane is None:  # otherwise it ended at once, and another may have its name by now
             if request.client in self.connections():
-                self.unit.evict(request.client)
-            self.unit.end_session(request.client, request.published)
+                unit.evict(request.client)
+            unit.end_session(request.client, request.published)
         return p.Done(request.id)
 
-    def _clean_up(self) -> list[Answer]:
+    def _clean_up(self, plane: ControlPlane) -> list[Answer]:
         """Delete what has become unused, and end writes that were left halfway. Returns answers that this decides."""
-        assert self.plane is not None
-        state = self.plane.state
-        ended, state.ended_writes = state.ended_writes, []
+        ended, plane.state.ended_writes = plane.state.ended_writes, []
         for client, number, published in ended:
             if self.unit is not None:
                 guarded(self.unit.end_write, client, number, published)
             if self._janitor is not None:
                 self._janitor.end_write(client, number, published)
-        for unused in self.plane.take_unused():
+        for unused in plane.take_unused():
             deleting = self._deleting(unused)
             guarded(next, deleting, None)
             self.calls.later(deleting)
@@ -306,10 +304,9 @@ class Front:
         self.start_janitor()
         return reply
 
-    def _unit_stats(self, call: Call, request: AskUnitStats) -> p.Reply:
-        assert self.unit is not None
-        metrics = self.meter.of_unit(self.unit.put_nbytes)
-        return msgspec.structs.replace(self.unit.stats(), id=request.id, metrics=metrics)
+    def _unit_stats(self, unit: StorageUnit, call: Call, request: AskUnitStats) -> p.Reply:
+        metrics = self.meter.of_unit(unit.put_nbytes)
+        return msgspec.structs.replace(unit.stats(), id=request.id, metrics=metrics)
 
 
 class _ComposedCalls:
