@@ -66,8 +66,6 @@ class GRPOGroupNSampler(RoundSampler):
     def tail(self, ready_indexes: Sequence[int], batch_size: int, *, partition: Any = None) -> list[int]:
         """Only complete groups, because an advantage can't be computed from a part."""
         ready = in_index_order(ready_indexes)
-        if self.n_samples_per_prompt == 1 or not ready:
-            return list(ready)
         return [index for group in whole_groups(ready, self.n_samples_per_prompt, partition) for index in group]
 
     def _groups(self, ready_indexes: Sequence[int], num_samples: int, view: Any) -> list[list[int]]:
