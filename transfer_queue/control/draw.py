@@ -277,8 +277,7 @@ class Draw:
 
     def _share(self, rank: int | None) -> Share | None:
         offered: Any = ReadyView(self.ready, self.partition.table.column("index"))
-        arguments = self._arguments(rank)
-        arguments["partition"] = PartitionView(self.partition)
+        arguments = {**self._arguments(rank), "partition": PartitionView(self.partition)}
         own = _draws_rounds(type(self.sampler))
         if not own:  # users' samplers were promised a list, which they may change
             self.ready.listed = self.ready.listed or list(offered)
