@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -67,6 +68,7 @@ class Permit(Holding):
     """
 
     until = Until.DONE
+    is_published: ClassVar[bool] = False
 
     def __init__(self, state: PlaneState, write: tuple[str, int], request: Rewrite) -> None:
         """``write``: client and first call."""
@@ -81,22 +83,16 @@ class Permit(Holding):
         self._state.waits.wake_first(SAVING)
 
     def undo(self) -> bool:
-        self._end_write(False)
-        return True
-
-    def _end_write(self, published: bool) -> None:
-        self._state.ended_writes.append((*self.write, published))
+        self._state.ended_writes.append((*self.write, self.is_published))
         self.keep()
+        return not self.is_published
 
 
 class Committing(Permit):
     """A write to samples that exist is published, and its client commits the values."""
 
     until = Until.RECEIVED
-
-    def undo(self) -> bool:
-        self._end_write(True)
-        return False
+    is_published = True
 
 
 class NewSamples(Holding):
