@@ -19,8 +19,7 @@ def group_numbers(state: PlaneState, partition: Partition, now: float) -> dict[s
     groups, leases = partition.groups, state.leases
     if groups is None:
         return {}
-    named = {task for terms in groups.fresh for task in terms.tasks}
-    tasks = sorted(named | {task for task in partition.consumers if leases.sampler(task) is not None})
+    tasks = sorted(groups.tasks() | {task for task in partition.consumers if leases.sampler(task) is not None})
     slots: dict[str, dict[str, Any]] = {}
     for task in tasks:
         sampler = leases.sampler(task)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -45,8 +46,7 @@ class Hands:
 
     def leave(self, rows: Rows) -> None:
         """Rows that some client has, each once, are in no hand any more."""
-        numbers, counts = np.unique(self._holders[rows], return_counts=True)
-        left = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
+        left = Counter(self._holders[rows].tolist())
         for client, number in list(self._numbers.items()) if left else ():
             if number in left:
                 self.counts[client] -= left[number]

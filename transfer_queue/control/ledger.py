@@ -281,7 +281,7 @@ class Ledger:
         ranks = [
             SavedRank(rank, own.drawn.edges[::2], own.drawn.edges[1::2], own.next or None, sorted(own.missed))
             for rank, own in self._ranks.items()
-            if own.drawn
+            if own.drawn.edges
         ]
         return SavedLedger([], ranks, self._count, self.num_resets)
 
@@ -351,10 +351,6 @@ class Runs:
     def __init__(self, edges: Iterable[int] = ()) -> None:
         """``edges``: ascending, by turns where a run of members starts and where it stops."""
         self.edges = list(edges)
-
-    def __len__(self) -> int:
-        """The number of runs."""
-        return len(self.edges) // 2
 
     def __contains__(self, number: int) -> bool:
         return bisect_right(self.edges, number) % 2 == 1

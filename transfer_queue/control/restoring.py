@@ -88,11 +88,8 @@ class Restored:
             group_loading.load(partition, saved.groups, saved.terms, start, self._shift)
             group_work.groups_of(partition).left_by.update(saved.left_by)
         for each in saved.consumers:
-            numbers, counts = np.unique(
-                partition.consumer(each.task).load(each, self._shift, start), return_counts=True
-            )
             given = self._given.setdefault((saved.name, each.task), Counter())
-            given.update(dict(zip(numbers.tolist(), counts.tolist(), strict=True)))
+            given.update(partition.consumer(each.task).load(each, self._shift, start).tolist())
 
     def _partition(self, saved: SavedPartition) -> Partition:
         """That of the last slice, or a new one."""

@@ -109,4 +109,4 @@ def test_runs_are_a_set_of_numbers(numbers):
     for number in range(43):
         assert runs.below(number) == max((member + 1 for member in members if member < number), default=0)
     assert runs.end() == max(members, default=-1) + 1
-    assert len(runs) == sum(number - 1 not in members for number in members)
+    assert len(runs.edges) == 2 * sum(number - 1 not in members for number in members)
