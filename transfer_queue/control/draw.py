@@ -346,8 +346,7 @@ class Draw:
         if policy == "pad":
             return self._padded(indexes)
         parts = [indexes[i * self.batch_size : (i + 1) * self.batch_size] for i in range(len(self.ranks))]
-        rows = [self.partition.rows_of(part) for part in parts]
-        return [Share(part, own, own) for part, own in zip(parts, rows, strict=True) if len(part)]
+        return [Share(part, own := self.partition.rows_of(part), own) for part in parts if len(part)]
 
     def _padded(self, left: Indexes) -> list[Share]:
         total = self.batch_size * len(self.ranks)

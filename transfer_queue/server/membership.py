@@ -31,8 +31,7 @@ class Membership:
         Raises:
             QueueUnreachableError: no controller answers.
         """
-        message = self._session.ask(p.JoinUnit, p.Done, self._name, host_id(), addresses, capacity_nbytes)
-        run_blocking(message)
+        run_blocking(self._session.ask(p.JoinUnit, p.Done, self._name, host_id(), addresses, capacity_nbytes))
         self._thread = threading.Thread(target=self._watch, args=(lost,), name="tq-membership", daemon=True)
         self._thread.start()
 
