@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from transfer_queue.errors import SamplerError
@@ -48,6 +50,16 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         self.dp_size: int = dp_size
         self.weight = weight
 
+    @property
+    def _balanced_cache(self) -> dict[tuple[str, str, int], list[list[int]]]:
+        """By partition, task and batch: the shares of all ranks that are remembered. Checkpoints have them, too."""
+        found: dict[tuple[str, str, int], list[list[int]]] = {}
+        for partition, tasks in self._states.items():
+            for task, ranks in tasks.items():
+                for batch, (share, _) in chain.from_iterable(batches.items() for batches in ranks.values()):
+                    found.setdefault((partition, task, batch), []).append(share)
+        return found
+
     def samples_needed(self, batch_size: int, dp_size: int | None) -> int:
         return batch_size * self.dp_size
 
@@ -69,6 +81,9 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         self._check_multiple(wanted.batch_size)
         groups = self._groups(wanted.ready, wanted.batch_size * self.dp_size, wanted.partition)
         return self._split(groups, wanted.partition) if groups else []
+
+    def save_checkpoint(self) -> dict[str, Any]:
+        return {**super().save_checkpoint(), "_balanced_cache": copy.deepcopy(self._balanced_cache)}
 
     def _split(self, groups: list[list[int]], view: Any) -> list[list[int]]:
         """One list of samples per rank."""
