@@ -249,10 +249,10 @@ def registered(state: PlaneState, task: str) -> None:
         return
     if sampler.gate is not None:
         parse_gate(sampler.gate)
-    state.leases.trainers[task].accepts()  # the gate may be another one
     partitions = [partition for partition in state.partitions.values() if partition.groups is not None]
     for terms in [terms for partition in partitions for terms in groups_of(partition).fresh if task in terms.tasks]:
         state.leases.check_budgets(terms.tasks)
+    state.leases.trainers[task].accepts()  # the gate may be another one
     for partition in partitions:
         look_again(state, partition)
 

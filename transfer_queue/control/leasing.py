@@ -22,7 +22,7 @@ from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.serving import describe
 from transfer_queue.control.state import PlaneState
 from transfer_queue.control.tag_filter import parse_filter
-from transfer_queue.errors import BatchTimeoutError, GroupStateError, LeaseLostError
+from transfer_queue.errors import BatchTimeoutError, GroupStateError, LeaseLostError, UnknownPartitionError
 
 
 class Unconfirmed(Holding):
@@ -323,6 +323,8 @@ def retry(state: PlaneState, call: Call, request: p.RetryGroups) -> Steps:
         yield None
     indexes = partition.table.column("index")[among.all_rows()]
     for start in range(0, len(indexes), PIECE):
+        if state.partitions.get(partition.name) is not partition:
+            raise UnknownPartitionError(f"partition {partition.name!r} was cleared meanwhile, and its groups with it.")
         rows, found = partition.table.find(indexes[start : start + PIECE])
         for row in rows[found].tolist():
             terms = groups.terms_of_left(row)
