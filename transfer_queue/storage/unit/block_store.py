@@ -34,7 +34,7 @@ class BlockStore(HeldBlocks):
         """Indexes with at least one field. It looks at every slot: use it for statistics only."""
         held = np.zeros(self._table.capacity, np.bool_)
         for field in self._fields.values():
-            field.mark_present(held)
+            field.cells.mark_present(held)
         return int(held.sum())
 
     @property
@@ -83,7 +83,7 @@ class BlockStore(HeldBlocks):
                 column, rows = whole
                 located.append((name, column, slice(0, len(slots)), rows))
                 continue
-            cells = None if field is None else field.cells_of(slots)
+            cells = None if field is None else field.cells.of(slots)
             missing = indexes if field is None or cells is None else indexes[field.missing(cells)]
             if len(missing):
                 raise StorageKeyNotFoundError(
@@ -99,14 +99,14 @@ class BlockStore(HeldBlocks):
         slots = self._table.find(indexes)
         held = {name: self._fields.get(name) for name in fields}
         return {
-            name: indexes if field is None else indexes[field.missing(field.cells_of(slots))]
+            name: indexes if field is None else indexes[field.missing(field.cells.of(slots))]
             for name, field in held.items()
         }
 
     def held(self, indexes: IntArray) -> dict[str, IntArray]:
         """By field, which of the indexes have a value; fields without any are left out."""
         slots = self._table.find(indexes)
-        held = {name: indexes[~field.missing(field.cells_of(slots))] for name, field in self._fields.items()}
+        held = {name: indexes[~field.missing(field.cells.of(slots))] for name, field in self._fields.items()}
         return {name: some for name, some in held.items() if len(some)}
 
     def delete(self, indexes: IntArray) -> None:
@@ -114,7 +114,7 @@ class BlockStore(HeldBlocks):
         slots = distinct(self._table.find(indexes))
         self.look_for_disk()
         for name, field in list(self._fields.items()):
-            cells = field.cells_of(slots)
+            cells = field.cells.of(slots)
             mine = ~field.missing(cells)
             if 1 not in mine.tobytes():
                 continue
@@ -127,7 +127,7 @@ class BlockStore(HeldBlocks):
         """Bytes that a write of these fields of these indexes would free."""
         slots = distinct(self._table.find(indexes))
         held = [self._fields[name] for name in set(fields) if name in self._fields]
-        found = [(field, field.cells_of(slots)) for field in held]
+        found = [(field, field.cells.of(slots)) for field in held]
         return sum(field.nbytes_of(cells[~field.missing(cells)]) for field, cells in found)
 
     @property

@@ -182,7 +182,7 @@ class Cells:
         self.row_of = np.zeros(PAGE, np.int32)
 
     def of(self, slots: IntArray) -> IntArray:
-        """The cell of each slot, one on page 0 if there is none."""
+        """The cell of each slot. That of an unknown slot, such as -1, is on page 0, and never has a value."""
         pages = self._page_of.take((slots >> PAGE_BITS) + 1, mode="clip")
         return (pages << PAGE_BITS) | (slots & (PAGE - 1))
 
@@ -244,7 +244,7 @@ class FieldBlocks:
 
     def __init__(self, held: HeldBlocks) -> None:
         self._held = held
-        self._cells = Cells()  # Rows of a block that no cell names are dead.
+        self.cells = Cells()  # Rows of a block that no cell names are dead.
         self.blocks: dict[int, Block] = {}
         """By their numbers."""
         self._free_numbers: list[int] = []
@@ -274,22 +274,14 @@ class FieldBlocks:
             raise MemoryError
         return column.moved_to(data)
 
-    def cells_of(self, slots: IntArray) -> IntArray:
-        """The cell of each slot. That of an unknown slot, such as -1, never has a value."""
-        return self._cells.of(slots)
-
     def missing(self, cells: IntArray) -> NDArray[np.bool_]:
         """True where the cell has no value."""
-        return self._cells.block_of[cells] < 0
-
-    def mark_present(self, slots: NDArray[np.bool_]) -> None:
-        """Set those that have a value."""
-        self._cells.mark_present(slots)
+        return self.cells.block_of[cells] < 0
 
     def nbytes_of(self, cells: IntArray) -> int:
         """Bytes in memory of the values of these cells, which must all have one."""
-        rows = self._cells.row_of[cells]
-        found = [(self.blocks[number], at) for number, at in groups(self._cells.block_of[cells])]
+        rows = self.cells.row_of[cells]
+        found = [(self.blocks[number], at) for number, at in groups(self.cells.block_of[cells])]
         return sum(block.column.rows_nbytes(rows[at]) for block, at in found if not block.on_disk)
 
     def add(self, slots: IntArray, column: WireColumn) -> IntArray:
@@ -297,40 +289,40 @@ class FieldBlocks:
 
         Returns the slots that had no value, each once.
         """
-        cells = self._cells.claim(slots)
-        held, once = self._cells.block_of[cells] >= 0, isinstance(cells, slice)  # a slice has no repeated cells
+        cells = self.cells.claim(slots)
+        held, once = self.cells.block_of[cells] >= 0, isinstance(cells, slice)  # a slice has no repeated cells
         fresh = slots if once else distinct(slots)
         if 1 in held.tobytes():  # half the time of held.any() for a few
-            self.delete(self._cells.of(distinct(slots[held])))
+            self.delete(self.cells.of(distinct(slots[held])))
             fresh = distinct(slots[~held])
         block, first = self._insert(cells, column)
         if not once:
-            stale = np.flatnonzero(self._cells.row_of[cells] != np.arange(first, first + column.rows))
+            stale = np.flatnonzero(self.cells.row_of[cells] != np.arange(first, first + column.rows))
             if len(stale):
                 self._kill(block, first + stale)
         return fresh
 
     def whole(self, run: slice) -> tuple[WireColumn, slice] | None:
         """Return the block that holds these slots in order, and their rows in it; None if there is none."""
-        cells = self._cells.run_of(run)
-        block = None if cells is None else self.blocks.get(self._cells.block_of.item(cells.start))
+        cells = self.cells.run_of(run)
+        block = None if cells is None else self.blocks.get(self.cells.block_of.item(cells.start))
         if cells is None or block is None or block.first is None:
             return None
         rows = slice(cells.start - block.first, cells.stop - block.first)
         some_died = block.live < block.column.rows
-        if rows.stop > block.column.rows or (some_died and (self._cells.block_of[cells] != block.number).any()):
+        if rows.stop > block.column.rows or (some_died and (self.cells.block_of[cells] != block.number).any()):
             return None
         return block.column, rows
 
     def located(self, cells: IntArray) -> list[tuple[WireColumn, IntArray, IntArray]]:
         """(block, positions in ``cells``, their rows in the block) for every block that holds some of these cells."""
-        rows = self._cells.row_of[cells].astype(np.int64)
-        return [(self.blocks[number].column, at, rows[at]) for number, at in groups(self._cells.block_of[cells])]
+        rows = self.cells.row_of[cells].astype(np.int64)
+        return [(self.blocks[number].column, at, rows[at]) for number, at in groups(self.cells.block_of[cells])]
 
     def delete(self, cells: IntArray) -> None:
         """Delete the values of these cells, which must all have one."""
-        numbers, rows = self._cells.block_of[cells], self._cells.row_of[cells]
-        self._cells.block_of[cells] = -1
+        numbers, rows = self.cells.block_of[cells], self.cells.row_of[cells]
+        self.cells.block_of[cells] = -1
         for number, at in groups(numbers):
             self._kill(self.blocks[number], rows[at])
 
@@ -409,8 +401,8 @@ class FieldBlocks:
                 self._may_spill(block)
         held.held_nbytes += column.nbytes
         held.live_nbytes += column.nbytes
-        self._cells.block_of[cells] = block.number
-        self._cells.row_of[cells] = np.arange(first, first + column.rows)
+        self.cells.block_of[cells] = block.number
+        self.cells.row_of[cells] = np.arange(first, first + column.rows)
         if full is not None and full.mostly_dead:
             self.compact(full)
         return block, first
@@ -449,7 +441,7 @@ class FieldBlocks:
     def _relocate(self, block: Block, within: slice) -> bool:
         """Copy the live ones of these rows elsewhere, and free the block if it has no others. False: without memory."""
         cells, numbers = block.cells[within], np.arange(within.start, within.stop)
-        lives = (self._cells.block_of[cells] == block.number) & (self._cells.row_of[cells] == numbers)
+        lives = (self.cells.block_of[cells] == block.number) & (self.cells.row_of[cells] == numbers)
         if not lives.any():
             return True
         cells, rows = cells[lives], as_run(numbers[lives])
