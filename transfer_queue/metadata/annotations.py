@@ -23,13 +23,12 @@ _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 class Annotations:
     """The part of BatchMeta that handles tags and extra_info."""
 
-    __slots__ = ("_padding", "_tags_as_made", "custom_meta", "extra_info", "global_indexes")
-
     global_indexes: list[int]
     custom_meta: list[Tags]
     extra_info: dict[str, Any]
     _padding: list[bool]
     _tags_as_made: list[Tags]
+    __slots__ = tuple(__annotations__)
 
     # --- tags ---
 

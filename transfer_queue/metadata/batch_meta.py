@@ -58,20 +58,6 @@ class BatchMeta(Annotations):
         6
     """
 
-    __slots__ = (
-        "_custom_backend_meta",
-        "batch_index",
-        "field_schema",
-        "group_versions",
-        "heads",
-        "most_rows",
-        "partition_ids",
-        "production_status",
-        "remains",
-        "token",
-        "unread",
-    )
-
     partition_ids: list[str]
     production_status: NDArray[np.int8]
     _custom_backend_meta: list[dict[str, Any]]
@@ -85,6 +71,7 @@ class BatchMeta(Annotations):
     most_rows: int  # the most rows that a rank got of the round of whole groups that this is one of; 0: unknown
     remains: list[bool] | None  # by row of the batch as it was drawn, whether it is still there; None: all are
     unread: tuple[UnreadBatch, ...]  # the batches of these rows that the queue keeps until they are read
+    __slots__ = tuple(__annotations__)
 
     def __init__(
         self,
