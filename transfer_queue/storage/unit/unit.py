@@ -281,23 +281,20 @@ class StorageUnit:
         extent = self._arena.allocate(nbytes)
         if extent is None:
             return LeasedMemory(call.number, -1)
-        self._hold_lease(call, extent.nbytes, [extent])
+        leased = self._hold_lease(call, extent.nbytes, [extent], self._arena.offset_of(extent))
         self._squeeze()
-        return LeasedMemory(call.number, self._arena.offset_of(extent))
+        return leased
 
     def keep_room(self, call: Call, wait_s: float) -> Reply | Wait:
         """Room for the write of this call, which has its values and names no lease. It is a lease without addresses."""
         nbytes = sum(map(_nbytes, call.frames))
         lease = LeaseMemory(call.number, nbytes, b"", [], wait_s)
-        return self._when_room(call, lease, nbytes, [], partial(self._keep_room, call, nbytes))
+        return self._when_room(call, lease, nbytes, [], partial(self._hold_lease, call, nbytes))
 
-    def _keep_room(self, call: Call, nbytes: int) -> Reply:
-        self._hold_lease(call, nbytes, [])
-        return LeasedMemory(call.number, -1)
-
-    def _hold_lease(self, call: Call, nbytes: int, extents: Sequence[ByteArray]) -> None:
+    def _hold_lease(self, call: Call, nbytes: int, extents: Sequence[ByteArray] = (), offset: int = -1) -> Reply:
         self._leased_nbytes += nbytes
         self.calls.hold(call, MemoryLease(extents, partial(self._lease_over, nbytes)))
+        return LeasedMemory(call.number, offset)
 
     def _lease_over(self, nbytes: int) -> None:
         self._leased_nbytes -= nbytes
