@@ -17,7 +17,6 @@ from transfer_queue.launch.local import portable, start_error
 from transfer_queue.launch.member import private_key_file
 from transfer_queue.launch.ray_actors import CONTROLLER_NAME
 from transfer_queue.launch.ray_units import (
-    NAMESPACE,
     START_TIMEOUT_S,
     answer,
     at_node,
@@ -29,7 +28,7 @@ from transfer_queue.launch.ray_units import (
 )
 from transfer_queue.sampler.registry import as_sampler
 from transfer_queue.storage.backends import is_of_units
-from transfer_queue.storage.clients.ray_client import import_ray, is_in_fork, is_ray_up
+from transfer_queue.storage.clients.ray_client import NAMESPACE, import_ray, is_in_fork, is_ray_up
 from transfer_queue.storage.locked_directories import remove_directory
 from transfer_queue.utils.logging_utils import get_logger
 from transfer_queue.utils.machine import host_id

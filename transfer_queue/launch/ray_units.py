@@ -11,12 +11,11 @@ from typing import Any, TypeVar
 from transfer_queue import controller
 from transfer_queue.errors import ConfigError, LaunchError
 from transfer_queue.launch.local import start_error
-from transfer_queue.storage.clients.ray_client import import_ray
+from transfer_queue.storage.clients.ray_client import NAMESPACE, import_ray
 from transfer_queue.utils.logging_utils import get_logger
 
 _log = get_logger(__name__)
 T = TypeVar("T")
-NAMESPACE = "transfer_queue"
 _UNIT_NAME = "TransferQueueStorageUnit#{}"
 START_TIMEOUT_S = 180.0
 _STOP_TIMEOUT_S = 3.0

@@ -20,26 +20,22 @@ from transfer_queue.utils.zmq_utils import ZMQServerInfo
 Made = TypeVar("Made", bound=Callable[..., Any])
 Table: TypeAlias = dict[str, Any]
 """By name, what is made or called, or its ``module:name``."""
-_UNITS = "transfer_queue.storage.shm.shared_memory:SharedMemoryManager"
-_NAMED = "transfer_queue.storage.managers.named:"
+_HERE = "transfer_queue.storage:"
 _CLIENTS = "transfer_queue.storage.clients."
 
 _managers: Table = {
-    "SimpleStorage": _UNITS,
-    "AsyncSimpleStorageManager": _UNITS,  # the former name of the first backend; configurations still use it
-    "RayStore": _NAMED + "RayStorageManager",
-    "MooncakeStore": _NAMED + "MooncakeStorageManager",
-    "Yuanrong": _NAMED + "YuanrongStorageManager",
+    "SimpleStorage": _HERE + "SimpleStorageManager",
+    # The former name of the first backend; configurations still use it.
+    "AsyncSimpleStorageManager": _HERE + "AsyncSimpleStorageManager",
+    "RayStore": _HERE + "RayStorageManager",
+    "MooncakeStore": _HERE + "MooncakeStorageManager",
+    "Yuanrong": _HERE + "YuanrongStorageManager",
 }
-_clients: Table = {
-    "RayStorageClient": _CLIENTS + "ray_client:RayStorageClient",
-    "MooncakeStoreClient": _CLIENTS + "mooncake_client:MooncakeStoreClient",
-    "YuanrongStorageClient": _CLIENTS + "yuanrong_client:YuanrongStorageClient",
-}
+_clients: Table = {name: _HERE + name for name in ("RayStorageClient", "MooncakeStoreClient", "YuanrongStorageClient")}
 _providers: Table = {
     "RayStore": _CLIENTS + "ray_client:start_store",
     "MooncakeStore": _CLIENTS + "mooncake_client:start_store",
-    "Yuanrong": _CLIENTS + "yuanrong_client:YuanrongStorageClient",  # which only says why not
+    "Yuanrong": _HERE + "YuanrongStorageClient",  # which only says why not
 }
 _OF_UNITS = ("SimpleStorage", "AsyncSimpleStorageManager")
 
