@@ -94,15 +94,6 @@ class BlockStore(HeldBlocks):
                 located += [(name, *block) for block in field.located(cells)]
         return located
 
-    def lacking(self, indexes: IntArray, fields: Iterable[str]) -> dict[str, IntArray]:
-        """By field, which of the indexes have no value."""
-        slots = self._table.find(indexes)
-        held = {name: self._fields.get(name) for name in fields}
-        return {
-            name: indexes if field is None else indexes[field.missing(field.cells.of(slots))]
-            for name, field in held.items()
-        }
-
     def held(self, indexes: IntArray) -> dict[str, IntArray]:
         """By field, which of the indexes have a value; fields without any are left out."""
         slots = self._table.find(indexes)

@@ -219,7 +219,8 @@ class StorageUnit:
         """Readers ask for published values only. So a write that has a missing one is published: its commit comes."""
         if not self._uncommitted:
             return False
-        lacking = self._blocks.lacking(indexes, fields)
+        held = self._blocks.held(indexes)
+        lacking = {name: np.setdiff1d(indexes, held.get(name, ())) for name in fields}
         found = [each for each in self._uncommitted if each.write.holds(lacking)]
         for each in found:
             self._commit_one(each)
