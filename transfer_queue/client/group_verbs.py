@@ -92,13 +92,9 @@ class GroupVerbs(Gets, LeaseClient):
         count = int(rows.batch_size[0])
         if not count:
             raise InvalidRequestError("add_groups got 0 heads; there is nothing to add.")
-        names = (
-            [uuid.uuid4().hex for _ in range(count)]
-            if keys is None
-            else [keys]
-            if isinstance(keys, str)
-            else list(keys)
-        )
+        if keys is None:
+            keys = [uuid.uuid4().hex for _ in range(count)]
+        names = [keys] if isinstance(keys, str) else list(keys)
         if len(names) != count or not all(isinstance(name, str) for name in names):
             raise InvalidRequestError(f"{count} heads were given with {len(names)} keys. Give one string per head.")
         _check_whole(2**16, parts=parts, min_parts=min_parts, attempts=attempts, worker_attempts=worker_attempts)
@@ -310,12 +306,11 @@ class GroupVerbs(Gets, LeaseClient):
             raise InvalidRequestError(
                 f"get_heads reads one partition at a time, this batch is of {[partition, *others]}: select its rows."
             )
-        wanted = [fields] if isinstance(fields, str) else None if fields is None else list(fields)
         indexes = p.pack_indexes(heads)
-        if wanted is None:
+        if fields is None:
             batch = await self.session.ask(p.Describe, p.Batch, partition, None, indexes)
         else:
-            batch = await self._described(partition, wanted, indexes)
+            batch = await self._described(partition, as_names(fields), indexes)
         return await self.async_get_data(to_meta(batch), layout=layout)
 
 
