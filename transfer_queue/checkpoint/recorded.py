@@ -29,8 +29,7 @@ from transfer_queue.errors import (
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.metadata.field_schema import common_dtypes
 from transfer_queue.protocol import Indexes
-from transfer_queue.storage.pack import named_columns, values_of
-from transfer_queue.storage.unpack import from_rows, unpack
+from transfer_queue.storage.unpack import cast, unpack
 from transfer_queue.storage.wire import PlacedColumns, WireColumn, select
 
 if TYPE_CHECKING:
@@ -72,11 +71,7 @@ class _Directory:
         placed = {name: self._placed(meta, name) for name in meta.field_names}
         data = unpack(placed, meta.size, layout, allow_pickle)
         common = common_dtypes(meta.field_schema, meta.global_indexes)
-        if not common:
-            return data
-        rows = {name: values_of(column, meta.size) for name, column in named_columns(data)}
-        cast = {name: [each.to(dtype) for each in rows[name]] for name, dtype in common.items()}
-        return from_rows({**rows, **cast}, meta.size, layout)
+        return cast(data, common, layout) if common else data
 
     def _placed(self, meta: BatchMeta, name: str) -> PlacedColumns:
         key = (meta.partition_ids[0], name)

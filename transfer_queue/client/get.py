@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 from tensordict import TensorDict
 
 from transfer_queue import protocol as p
@@ -27,11 +26,10 @@ from transfer_queue.errors import (
 )
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.metadata.batch_meta import UnreadBatch
-from transfer_queue.metadata.field_schema import common_dtypes, dtypes_of
+from transfer_queue.metadata.field_schema import common_dtypes
 from transfer_queue.storage.base import InFront
-from transfer_queue.storage.pack import named_columns, values_of
 from transfer_queue.storage.shm.choose import values_lost
-from transfer_queue.storage.unpack import from_rows
+from transfer_queue.storage.unpack import cast
 from transfer_queue.transport.caller import SocketCaller
 
 _OF_THE_FETCH = ("dp_rank", "batch_index", "dp_size", "first_index", "skip", "pass_start", "after", "where")
@@ -228,13 +226,10 @@ class Gets(ClientBase):
             await batch.close()
             return TensorDict({}, batch_size=[0])
         common = common_dtypes(batch.meta.field_schema, batch.meta.global_indexes)
-        if common:
-            await batch.close()
-            return await self._read_apart(batch.meta, common)
         data = await batch.values()
-        if data is not None:
-            return data
-        return await self._read(batch.meta, batch.units)
+        if data is None:
+            data = await self._read(batch.meta, batch.units)
+        return cast(data, common, self.storage_manager.layout) if common else data
 
     async def async_get_data(self, metadata: BatchMeta, layout: str | None = None) -> TensorDict:
         """Values of ``metadata.field_names``, rows in the metadata's order; writable memory of the caller's own.
@@ -261,34 +256,17 @@ class Gets(ClientBase):
         if not metadata.size:
             return TensorDict({}, batch_size=[0])
         common = common_dtypes(metadata.field_schema, metadata.global_indexes)
-        if common:
-            return await self._read_apart(metadata, common, layout)
         await self.session.config()
         storage, units = self.storage_manager, None
         if await storage.in_several_units():
             units = await self._places(metadata, metadata.field_names)
         try:
-            return await self._read(metadata, units, layout)
+            data = await self._read(metadata, units, layout)
         except StorageKeyNotFoundError:  # they may have been in another unit, which has ended
             for part in metadata.chunk_by_partition():
                 await self._check_lost(part.partition_ids[0], part.field_names, part.global_indexes)
             raise
-
-    async def _read_apart(
-        self, meta: BatchMeta, common: Mapping[str, torch.dtype], layout: str | None = None
-    ) -> TensorDict:
-        """Read the samples of each dtype apart, and cast them to the common dtypes of their fields."""
-        by_dtypes: dict[tuple[Any, ...], list[int]] = {}
-        dtypes = [dtypes_of(meta.field_schema[name], meta.size) for name in common]
-        for position, own in enumerate(zip(*dtypes, strict=True)):
-            by_dtypes.setdefault(own, []).append(position)
-        rows: dict[str, list[Any]] = {name: [None] * meta.size for name in meta.field_names}
-        for positions in by_dtypes.values():
-            part = await self.async_get_data(meta.select_samples(positions))
-            for name, column in named_columns(part):
-                for position, value in zip(positions, values_of(column, len(positions)), strict=True):
-                    rows[name][position] = value.to(common[name]) if name in common else value
-        return from_rows(rows, meta.size, layout or self.storage_manager.layout)
+        return cast(data, common, layout or storage.layout) if common else data
 
     async def _read(
         self, meta: BatchMeta, units: Mapping[str, p.UnitRuns | None] | None, layout: str | None = None

@@ -90,6 +90,14 @@ def from_rows(rows: Mapping[str, Sequence[Any]], count: int, layout: str) -> Ten
     return batch({name: _of_values(values, options) for name, values in sorted(rows.items())}, count)
 
 
+def cast(data: TensorDict, dtypes: Mapping[str, torch.dtype], layout: str) -> TensorDict:
+    """The same batch, in fresh memory, with these columns, whose rows have several dtypes, in these."""
+    count = num_rows(data)
+    rows = {name: values_of(column, count) for name, column in named_columns(data)}
+    made = {name: [row.to(dtype) for row in rows[name]] for name, dtype in dtypes.items()}
+    return from_rows({**rows, **made}, count, layout)
+
+
 def check_layout(layout: str) -> None:
     if layout not in LAYOUTS:
         raise ConfigError(f"layout is {layout!r}, must be one of {', '.join(map(repr, LAYOUTS))}")
