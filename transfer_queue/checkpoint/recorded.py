@@ -29,7 +29,7 @@ from transfer_queue.errors import (
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.metadata.field_schema import common_dtypes
 from transfer_queue.protocol import Indexes
-from transfer_queue.storage.unpack import cast, unpack
+from transfer_queue.storage.unpack import relaid, unpack
 from transfer_queue.storage.wire import PlacedColumns, WireColumn, select
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class _Directory:
         placed = {name: self._placed(meta, name) for name in meta.field_names}
         data = unpack(placed, meta.size, layout, allow_pickle)
         common = common_dtypes(meta.field_schema, meta.global_indexes)
-        return cast(data, common, layout) if common else data
+        return relaid(data, layout, common) if common else data
 
     def _placed(self, meta: BatchMeta, name: str) -> PlacedColumns:
         key = (meta.partition_ids[0], name)

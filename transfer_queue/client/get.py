@@ -29,7 +29,7 @@ from transfer_queue.metadata.batch_meta import UnreadBatch
 from transfer_queue.metadata.field_schema import common_dtypes
 from transfer_queue.storage.base import InFront
 from transfer_queue.storage.shm.choose import values_lost
-from transfer_queue.storage.unpack import cast
+from transfer_queue.storage.unpack import relaid
 from transfer_queue.transport.caller import SocketCaller
 
 _OF_THE_FETCH = ("dp_rank", "batch_index", "dp_size", "first_index", "skip", "pass_start", "after", "where")
@@ -229,7 +229,7 @@ class Gets(ClientBase):
         data = await batch.values()
         if data is None:
             data = await self._read(batch.meta, batch.units)
-        return cast(data, common, self.storage_manager.layout) if common else data
+        return relaid(data, self.storage_manager.layout, common) if common else data
 
     async def async_get_data(self, metadata: BatchMeta, layout: str | None = None) -> TensorDict:
         """Values of ``metadata.field_names``, rows in the metadata's order; writable memory of the caller's own.
@@ -266,7 +266,7 @@ class Gets(ClientBase):
             for part in metadata.chunk_by_partition():
                 await self._check_lost(part.partition_ids[0], part.field_names, part.global_indexes)
             raise
-        return cast(data, common, layout or storage.layout) if common else data
+        return relaid(data, layout or storage.layout, common) if common else data
 
     async def _read(
         self, meta: BatchMeta, units: Mapping[str, p.UnitRuns | None] | None, layout: str | None = None

@@ -192,7 +192,7 @@ class StorageManager(ABC):
         from transfer_queue.storage.unpack import relaid
 
         data = await self.get_data(metadata)
-        return data if layout is None else relaid(data, layout)
+        return data if layout is None else relaid(data, layout, {})
 
     async def clear_rows(self, indexes: Sequence[int]) -> None:
         """``clear_data`` without metadata."""

@@ -69,12 +69,17 @@ def unpack(
     return batch(columns, count)
 
 
-def relaid(data: TensorDict, layout: str) -> TensorDict:
-    """Return the same batch with its tensor columns in this layout and its columns sorted by name."""
+def relaid(data: TensorDict, layout: str, dtypes: Mapping[str, torch.dtype]) -> TensorDict:
+    """Return the same batch with its tensor columns in this layout and its columns sorted by name.
+
+    ``dtypes``: what columns are cast to whose rows have several.
+    """
     check_layout(layout)
     count, columns, options = num_rows(data), {}, _Options(layout, Jagged())
     for name, column in sorted(named_columns(data)):
-        if (
+        if name in dtypes:
+            column = _of_values([row.to(dtypes[name]) for row in values_of(column, count)], options)
+        elif (
             isinstance(column, torch.Tensor)
             and count
             and (column.is_nested or (layout == "jagged" and column.ndim > 1))
@@ -88,14 +93,6 @@ def from_rows(rows: Mapping[str, Sequence[Any]], count: int, layout: str) -> Ten
     """Make one batch from one value per row and field, in fresh memory, columns sorted by name."""
     options = _Options(layout, Jagged())
     return batch({name: _of_values(values, options) for name, values in sorted(rows.items())}, count)
-
-
-def cast(data: TensorDict, dtypes: Mapping[str, torch.dtype], layout: str) -> TensorDict:
-    """The same batch, in fresh memory, with these columns, whose rows have several dtypes, in these."""
-    count = num_rows(data)
-    rows = {name: values_of(column, count) for name, column in named_columns(data)}
-    made = {name: [row.to(dtype) for row in rows[name]] for name, dtype in dtypes.items()}
-    return from_rows({**rows, **made}, count, layout)
 
 
 def check_layout(layout: str) -> None:
