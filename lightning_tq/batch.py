@@ -3,22 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tensordict import TensorDict
 
+from lightning_tq.device_copies import DeviceCopy, SideStream
+from lightning_tq.progress import Position
 from transfer_queue import BatchMeta
 from transfer_queue.errors import InvalidRequestError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tensordict import TensorDict
-
-    from lightning_tq.device_copies import DeviceCopy, SideStream
-    from lightning_tq.progress import Position
 
 
 class TQBatch:

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from tensordict import is_non_tensor
+from tensordict import TensorDict, is_non_tensor
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from tensordict import TensorDict
 
 _NEEDED = ("Stream", "Event", "stream", "current_stream")
 

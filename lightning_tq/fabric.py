@@ -7,7 +7,9 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
+
+from lightning.fabric import Fabric
 
 from lightning_tq.batch import TQBatch
 from lightning_tq.checks import check_choice
@@ -22,9 +24,6 @@ from lightning_tq.stream import StageStream, Stream, as_stream, check_records, c
 from lightning_tq.topology import Rank, fabric_topology, run_on_every_rank, run_on_rank_zero
 from transfer_queue import TransferQueueClient
 from transfer_queue.errors import InvalidRequestError
-
-if TYPE_CHECKING:
-    from lightning.fabric import Fabric
 
 logger = logging.getLogger(__name__)
 

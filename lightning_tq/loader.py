@@ -6,9 +6,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
+from lightning.fabric import Fabric
+from lightning.pytorch import Trainer
 
 from lightning_tq.batch import TQBatch, UnfetchedBatch, queue_batch
 from lightning_tq.device_copies import SideStream
@@ -24,10 +26,6 @@ from transfer_queue import (
     StreamingDataset,
     TransferQueueClient,
 )
-
-if TYPE_CHECKING:
-    from lightning.fabric import Fabric
-    from lightning.pytorch import Trainer
 
 
 class RunContext(Protocol):

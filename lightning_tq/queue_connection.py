@@ -9,17 +9,15 @@ import os
 import threading
 from collections.abc import Collection, Iterable
 from multiprocessing.util import Finalize
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 import transfer_queue as tq
 from lightning_tq.checks import list_names
 from lightning_tq.dashboard_process import DashboardProcess
 from lightning_tq.queue_config import QueueConfig, differences
+from transfer_queue import TransferQueueClient
 from transfer_queue.errors import ConfigError, NotInitializedError, TransferQueueError
-
-if TYPE_CHECKING:
-    from transfer_queue import TransferQueueClient
 
 logger = logging.getLogger(__name__)
 

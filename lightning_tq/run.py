@@ -7,9 +7,10 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 from weakref import WeakKeyDictionary
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -17,21 +18,17 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_tq.checks import list_names
 from lightning_tq.device_copies import device_copies
 from lightning_tq.loader import StreamReader
+from lightning_tq.producers.group import ProducerGroup
 from lightning_tq.progress import AckRule, LeftPartitions, Position, Progress
+from lightning_tq.queue_connection import QueueConnection
 from lightning_tq.rank_watchdog import RankWatchdog, parent_check
+from lightning_tq.run_members import RunMembers
 from lightning_tq.stream import StageStream, Stream
 from lightning_tq.topology import Topology
 from lightning_tq.trainer_compat import begin_next_epoch, changes_batches, step_when_trained
 from lightning_tq.wait_hints import WaitHints, why_nothing
 from transfer_queue import is_internal
 from transfer_queue.errors import ConfigError
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
-    from lightning_tq.producers.group import ProducerGroup
-    from lightning_tq.queue_connection import QueueConnection
-    from lightning_tq.run_members import RunMembers
 
 logger = logging.getLogger(__name__)
 

@@ -9,19 +9,17 @@ import socket
 import threading
 import uuid
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from lightning.fabric import Fabric
+from lightning.pytorch import Trainer
 
 from lightning_tq.checks import host_and_port, is_any_host
 from lightning_tq.queue_config import QueueConfig
 from lightning_tq.queue_connection import QueueConnection
 from lightning_tq.rank_watchdog import RankGoneError
+from transfer_queue import TransferQueueClient
 from transfer_queue.errors import ConfigError, InvalidRequestError, TransferQueueError
-
-if TYPE_CHECKING:
-    from lightning.fabric import Fabric
-    from lightning.pytorch import Trainer
-
-    from transfer_queue import TransferQueueClient
 
 _WAIT_S = 3600.0
 _LEAVE_S = 5.0

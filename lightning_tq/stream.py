@@ -11,15 +11,12 @@ from functools import cached_property
 from numbers import Real
 from os import PathLike
 from string import Formatter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import transfer_queue as tq
 from lightning_tq.checks import are_names, check_choice, check_int, nearest
-from transfer_queue import BaseSampler, GroupSampler, RecordedBatches, parse_filter
+from transfer_queue import BaseSampler, GroupSampler, RecordedBatches, TransferQueueClient, parse_filter
 from transfer_queue.errors import InvalidRequestError
-
-if TYPE_CHECKING:
-    from transfer_queue import TransferQueueClient
 
 VARIABLES = ("epoch", "global_step", "policy_version", "stage")
 """Variables of a partition template."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+from lightning.fabric import Fabric
+from lightning.pytorch import Trainer
 
 from transfer_queue.errors import InvalidRequestError, TransferQueueError, from_wire, to_wire
-
-if TYPE_CHECKING:
-    from lightning.fabric import Fabric
-    from lightning.pytorch import Trainer
 
 Rank = int | Callable[[Any], int]
 R = TypeVar("R")

@@ -10,18 +10,16 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_tq.progress import Progress
+from lightning_tq.stream import StageStream, Stream
 from transfer_queue import GroupSampler
 from transfer_queue.errors import ConfigError, InvalidRequestError
-
-if TYPE_CHECKING:
-    from lightning_tq.progress import Progress
-    from lightning_tq.stream import StageStream, Stream
 
 _HARMLESS_WARNINGS = (
     # Batches are requested ahead, whatever num_workers is.

@@ -6,18 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from lightning.pytorch import Trainer
 
 from lightning_tq.checks import counted, list_names
 from lightning_tq.loader import StreamReader
+from lightning_tq.producers.group import ProducerProcess
 from lightning_tq.trainer_compat import callbacks_of, fetches_ahead
 from transfer_queue import Finding, TransferQueueClient, diagnose
 from transfer_queue.errors import TransferQueueError
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
-    from lightning_tq.producers.group import ProducerProcess
 
 _LOOK_EVERY_S = 10.0
 _REPEAT_EVERY = 3

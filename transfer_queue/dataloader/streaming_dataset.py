@@ -11,8 +11,9 @@ from contextlib import closing
 from dataclasses import asdict
 from functools import cache, partial
 from multiprocessing.util import Finalize
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from omegaconf import DictConfig
 from torch.utils.data import IterableDataset, get_worker_info
 
 from transfer_queue.client import TransferQueueClient
@@ -24,9 +25,6 @@ from transfer_queue.dataloader.segments import take_all_from_segments
 from transfer_queue.dataloader.splitting import chunk_batch_fn, chunk_groups, with_heads
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.interface import connect, get_client, init, seen_from_here
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 __all__ = ["StreamingDataset", "chunk_batch_fn", "default_fetch_batch_fn"]
 
