@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of values, and what messages have in common: names, sizes, the nearest known name."""
+"""Checks of values, and what messages have in common: names, sizes, the end of one about an unknown name."""
 
 from __future__ import annotations
 
@@ -29,9 +29,14 @@ def are_names(names: object) -> bool:
     return is_list and bool(names) and all(isinstance(name, str) and name for name in names)  # type: ignore[attr-defined]
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that is most like a misspelt one."""
-    return difflib.get_close_matches(name, list(known), 1, 0.0)[0]
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = ".", likeness: float = 0.6) -> str:
+    """How a message about an unknown name ends: with the known one that is most like it, or ``otherwise``.
+
+    Args:
+        likeness: How alike both must be, up to 1. 0: however different they are.
+    """
+    near = difflib.get_close_matches(name, list(known), 1, likeness)
+    return f"; did you mean {near[0]!r}?" if near else otherwise
 
 
 def list_names(names: Collection[str], most: int = 6) -> str:

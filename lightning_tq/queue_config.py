@@ -13,7 +13,7 @@ import yaml  # type: ignore[import-untyped]
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_tq.checks import nearest
+from lightning_tq.checks import did_you_mean
 from transfer_queue.errors import ConfigError
 
 _SECTIONS = (
@@ -192,5 +192,5 @@ def _merged(base: dict[str, Any], override: dict[str, Any]) -> Any:
 def _unknown(where: str, key: str, known: Iterable[str]) -> ConfigError:
     names = list(known)
     return ConfigError(
-        f"unknown configuration key {where!r}; did you mean {nearest(key, names)!r}? Known: {', '.join(names)}."
+        f"unknown configuration key {where!r}{did_you_mean(key, names, likeness=0.0)} Known: {', '.join(names)}."
     )

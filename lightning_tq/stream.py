@@ -14,7 +14,7 @@ from string import Formatter
 from typing import Any, Literal
 
 import transfer_queue as tq
-from lightning_tq.checks import are_names, check_choice, check_int, nearest
+from lightning_tq.checks import are_names, check_choice, check_int, did_you_mean
 from transfer_queue import BaseSampler, GroupSampler, RecordedBatches, TransferQueueClient, parse_filter
 from transfer_queue.errors import InvalidRequestError
 
@@ -149,8 +149,8 @@ class Stream:
         if unknown:
             known = ", ".join(f"{{{name}}}" for name in VARIABLES)
             raise InvalidRequestError(
-                f"partition template {self.partition!r} uses {{{unknown[0]}}}; did you mean "
-                f"{{{nearest(unknown[0], VARIABLES)}}}? Known: {known}."
+                f"partition template {self.partition!r} uses {{{unknown[0]}}}"
+                f"{did_you_mean(unknown[0], VARIABLES, likeness=0.0)} Known: {known}."
             )
 
     def _check_sizes(self) -> None:
@@ -245,7 +245,7 @@ def as_stream(given: Stream | Mapping[str, Any], label: str) -> Stream:
     unknown = [str(name) for name in given if name not in options]
     if unknown:
         raise InvalidRequestError(
-            f"stream {label!r} has no option {unknown[0]!r}; did you mean {nearest(unknown[0], options)!r}?"
+            f"stream {label!r} has no option {unknown[0]!r}{did_you_mean(unknown[0], options, likeness=0.0)}"
         )
     needed = [name for name, has_no_default in options.items() if has_no_default]
     needed += [] if isinstance(given.get("sampler"), GroupSampler) else ["batch_size"]

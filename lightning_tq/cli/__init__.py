@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 
+from lightning_tq.checks import did_you_mean
 from transfer_queue.errors import TransferQueueError
 
 COMMANDS = {
@@ -63,9 +63,9 @@ def main(args: Sequence[str] | None = None) -> int:
     if first.split("=")[0] in ("-c", "--config", "--print_config"):  # of a Trainer; the subcommand follows
         return _run("fit", given)
     if first.startswith("-"):
-        return _refuse(f"unknown option {first!r}", _near(first, ("--help", "--config", "--print_config")))
+        return _refuse(f"unknown option {first!r}{did_you_mean(first, ('--help', '--config', '--print_config'))}")
     problem = f"unknown command {first!r}" if first else "no command was given"
-    return _refuse(problem, _near(first, COMMANDS), f". Use one of {', '.join(COMMANDS)}.")
+    return _refuse(problem + did_you_mean(first, COMMANDS, f". Use one of {', '.join(COMMANDS)}."))
 
 
 def _help() -> str:
@@ -83,9 +83,9 @@ def _run(name: str, args: Sequence[str]) -> int:
         for word in args:
             option = word.split("=")[0].split(".")[0]
             if option.startswith("--") and option[2:] not in OPTIONS_OF_A_TRAINER:
-                near = _near(option, [f"--{known}" for known in OPTIONS_OF_A_TRAINER], 0.75)
+                near = did_you_mean(option, [f"--{known}" for known in OPTIONS_OF_A_TRAINER], "", 0.75)
                 if near:  # otherwise it may be one of another version of Lightning: its parser knows
-                    return _refuse(f"unknown option {option!r}", near, of=name)
+                    return _refuse(f"unknown option {option!r}{near}", f"lightning-tq {name}")
     try:
         with _ended_by_ctrl_c():
             run: Callable[[Sequence[str]], int] = getattr(import_module(f"lightning_tq.cli.{module}"), function)
@@ -125,11 +125,6 @@ def _ended_by_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _near(word: str, known: Iterable[str], likeness: float = 0.6) -> list[str]:
-    return difflib.get_close_matches(word, list(known), 1, likeness)
-
-
-def _refuse(problem: str, near: list[str], otherwise: str = ".", of: str = "") -> int:
-    advice = f"; did you mean {near[0]!r}?" if near else otherwise
-    sys.stderr.write(f"error: {problem}{advice}\ntip: lightning-tq {of}{' ' if of else ''}--help explains them.\n")
+def _refuse(problem: str, command: str = "lightning-tq") -> int:
+    sys.stderr.write(f"error: {problem}\ntip: {command} --help explains them.\n")
     return 2

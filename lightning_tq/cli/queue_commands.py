@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import difflib
 import json
 import os
 import sys
@@ -16,7 +15,7 @@ from contextlib import nullcontext
 from functools import partial
 from threading import TIMEOUT_MAX
 
-from lightning_tq.checks import counted, list_names
+from lightning_tq.checks import counted, did_you_mean, list_names
 from lightning_tq.cli.dashboard_command import add_options as add_dashboard_options
 from lightning_tq.cli.dashboard_command import serve as serve_dashboard
 from transfer_queue.errors import ConfigError
@@ -95,9 +94,8 @@ def run_joined(act: Act, options: argparse.Namespace) -> int:
 
 def _unknown(reason: str, name: str, names: Iterable[str]) -> int:
     known = sorted(names)
-    near = difflib.get_close_matches(name, known, 1)
-    there = f"; did you mean {near[0]!r}?" if near else f"; there is {list_names(known)}." if known else "."
-    sys.stderr.write(f"error: {reason}{there}\n")
+    there = f"; there is {list_names(known)}." if known else "."
+    sys.stderr.write(f"error: {reason}{did_you_mean(name, known, there)}\n")
     return _UNKNOWN_NAME
 
 

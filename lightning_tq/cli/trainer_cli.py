@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import inspect
 import os
 import re
@@ -28,6 +27,7 @@ from lightning_tq.callbacks import (  # noqa: F401
     queue_monitor,
     write_back,
 )
+from lightning_tq.checks import did_you_mean
 from lightning_tq.datamodule import TQDataModule
 from lightning_tq.producers.group import ProducerError
 from lightning_tq.progress import Progress
@@ -268,18 +268,13 @@ def _sentence(reason: _Reason, known: list[str]) -> str:
     line = reason.text
     if (option := _UNKNOWN_IN_CLASS.match(line)) and reason.cls:
         names = _parameters(reason.cls)
-        return f"{reason.cls} has no option {option[1]!r}{_did_you_mean(option[1], names)} It has: {', '.join(names)}."
+        return f"{reason.cls} has no option {option[1]!r}{did_you_mean(option[1], names)} It has: {', '.join(names)}."
     if key := _UNKNOWN_HERE.search(line):
         wrong, names = _first_unknown(key[1], known)
-        return f"unknown key {wrong!r}{_did_you_mean(wrong.rpartition('.')[2], names)}"
+        return f"unknown key {wrong!r}{did_you_mean(wrong.rpartition('.')[2], names)}"
     if missing := _NO_ATTRIBUTE.search(line):
-        return line + _did_you_mean(missing[2], dir(import_module(missing[1])))
+        return line + did_you_mean(missing[2], dir(import_module(missing[1])))
     return re.sub(r"<class '([\w.]+)'>", r"\1", line).replace("a typing.Literal", "one of ")
-
-
-def _did_you_mean(name: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(name, names, 1)
-    return f"; did you mean {near[0]!r}?" if near else "."
 
 
 def _first_unknown(key: str, known: list[str]) -> tuple[str, list[str]]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -11,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lightning_tq.checks import did_you_mean
 from transfer_queue.errors import InvalidRequestError
 
 _WORKER_NUMBERS = ("worker", "num_workers")
@@ -34,10 +34,9 @@ def loaded_function(path: str) -> Callable[..., Any] | None:
         known = dir(found)
         found = getattr(found, part, None)
         if found is None:
-            near = difflib.get_close_matches(part, known, 1)
-            advice = f"Did you mean {near[0]!r}?" if near else "Compare with the functions of that module."
+            advice = did_you_mean(part, known, ". Compare with the functions of that module.")
             where = getattr(module, "__file__", None) or "no file"
-            raise InvalidRequestError(f"producer target {path!r}: module {name!r} ({where}) has no {part!r}. {advice}")
+            raise InvalidRequestError(f"producer target {path!r}: module {name!r} ({where}) has no {part!r}{advice}")
     if not callable(found):
         raise InvalidRequestError(f"producer target {path!r} is {found!r}, which is not a function. Name a function.")
     return found  # type: ignore[no-any-return]

@@ -302,7 +302,7 @@ def test_streams_of_one_task_with_different_tails_are_refused() -> None:
     [
         ({"micro_batch_size": 5}, "micro_batch_size 5 is larger than batch_size 4"),
         ({"batch_size": 0}, "batch_size must be an int of at least 1, got 0"),
-        ({"partition": "train@{epoc}"}, r"uses \{epoc\}; did you mean \{epoch\}"),
+        ({"partition": "train@{epoc}"}, r"uses \{epoc\}; did you mean 'epoch'"),
         ({"partition": "train@{"}, "malformed"),
         ({"fields": "x"}, "fields must be a list"),
         ({"fields": 5}, "fields must be a list"),

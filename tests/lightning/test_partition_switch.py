@@ -170,7 +170,7 @@ def test_what_a_checkpoint_has_finished_makes_room_for_the_epoch_that_waits_for_
 
 
 def test_an_unknown_variable_is_refused_with_the_nearest_known_one() -> None:
-    with pytest.raises(InvalidRequestError, match=r"uses \{policy\}; did you mean \{policy_version\}"):
+    with pytest.raises(InvalidRequestError, match=r"uses \{policy\}; did you mean 'policy_version'"):
         stream("train@{policy}")
 
 

@@ -75,7 +75,7 @@ def test_arguments_that_a_function_takes_are_accepted(target: Any, args: dict[st
 @pytest.mark.parametrize(
     ("target", "says"),
     [
-        ("producing:prodce", r"module 'producing' \(.*producing.py\) has no 'prodce'. Did you mean 'produce'\?"),
+        ("producing:prodce", r"module 'producing' \(.*producing.py\) has no 'prodce'; did you mean 'produce'\?"),
         ("producing:zzz", "has no 'zzz'. Compare with the functions of that module"),
         ("producing:FIELDS", "which is not a function"),
         ("no_such_module:f", "there is no module 'no_such_module' in the directories of sys.path"),
