@@ -13,7 +13,6 @@ from transfer_queue import QueueUnreachableError
 from transfer_queue.errors import TransferQueueError
 
 _CHECK_EVERY_S = 0.2
-_STUCK_AFTER_S = 60.0
 
 Check = Callable[[], BaseException | None]
 """Returns the reason to end the run, or None."""
@@ -29,14 +28,14 @@ class RankWatchdog:
     The main thread raises that exception at its next ``check()``. ``hint`` runs as often and only logs.
     """
 
-    def __init__(
-        self, checks: Sequence[Check], hint: Callable[[], None] = lambda: None, stuck_after_s: float = _STUCK_AFTER_S
-    ) -> None:
+    stuck_after_s = 60.0
+    """Time for the main thread to call ``check()`` before this process ends."""
+
+    def __init__(self, checks: Sequence[Check], hint: Callable[[], None] = lambda: None) -> None:
         self.stopped = threading.Event()
         """Streams end once this is set."""
         self._checks = checks
         self._hint = hint
-        self._stuck_after_s = stuck_after_s
         self._error: BaseException | None = None
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lightning-tq-watchdog", daemon=True)
@@ -63,9 +62,9 @@ class RankWatchdog:
 
         A queue may have ended with the rank that had started it.
         """
-        if isinstance(error, RankGoneError | QueueUnreachableError) and not self._end.wait(self._stuck_after_s):
+        if isinstance(error, RankGoneError | QueueUnreachableError) and not self._end.wait(self.stuck_after_s):
             sys.stderr.write(
-                f"error: {error} The main thread did not react within {self._stuck_after_s:g} s, so this process ends "
+                f"error: {error} The main thread did not react within {self.stuck_after_s:g} s, so this process ends "
                 f"now.\n"
             )
             sys.stderr.flush()

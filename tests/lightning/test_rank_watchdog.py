@@ -88,7 +88,7 @@ def test_a_process_with_a_stuck_main_thread_is_ended(error: str) -> None:
         "import threading\n"
         "from lightning_tq.rank_watchdog import RankGoneError, RankWatchdog\n"
         "from transfer_queue import QueueUnreachableError\n"
-        f"RankWatchdog([lambda: {error}('rank 1 has ended.')], stuck_after_s=0.1).start()\n"
+        f"RankWatchdog.stuck_after_s = 0.1; RankWatchdog([lambda: {error}('rank 1 has ended.')]).start()\n"
         "threading.Event().wait()  # like a collective with that rank\n"
     )
     done: Any = subprocess.run(
