@@ -21,7 +21,7 @@ from multiprocessing.util import Finalize
 from typing import IO, Any
 
 import transfer_queue as tq
-from lightning_tq.checks import check_int, counted
+from lightning_tq.checks import check_choice, check_int, counted
 from lightning_tq.producers.process import StartOrder, refuse_to_train
 from lightning_tq.producers.target_checks import check_call, loaded_function
 from transfer_queue.errors import InvalidRequestError, TransferQueueError
@@ -76,11 +76,8 @@ class Producer:
     def __post_init__(self) -> None:
         check_int("producer count", self.count, 1)
         check_int("producer restarts", self.restarts, 0)
-        unknown = [stage for stage in self.stages if stage not in _STAGES]
-        if unknown:
-            raise InvalidRequestError(
-                f"a producer's stages are among {', '.join(_STAGES)}, got stages={self.stages!r}."
-            )
+        for stage in self.stages:
+            check_choice(f"each of a producer's stages={self.stages!r}", stage, _STAGES)
         if not isinstance(self.args, Mapping):
             raise InvalidRequestError(f"a producer's args are a mapping of keyword arguments, got args={self.args!r}.")
         if isinstance(self.target, list):
