@@ -109,19 +109,16 @@ class Dashboard:
             name = request.host.rpartition(":")[0] or request.host
             if name.strip("[]") not in _LOCAL:  # a foreign name that leads here, by which a foreign page could read
                 raise web.HTTPForbidden(text="Open this page as http://127.0.0.1 or http://localhost.")
-        elif request.path != "/" and not self._is_known(request):  # the page itself tells nothing
-            raise web.HTTPForbidden(text="Open the whole address that was printed, with #token=…")
+        elif request.path != "/":  # the page itself tells nothing
+            given = request.headers.get("Authorization", "").encode(errors="replace")
+            if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+                raise web.HTTPForbidden(text="Open the whole address that was printed, with #token=…")
         answer = await handler(request)
         answer.headers["Content-Security-Policy"] = self._policy
         answer.headers["X-Content-Type-Options"] = "nosniff"
         answer.headers["Referrer-Policy"] = "no-referrer"
         answer.headers["Cache-Control"] = "no-store"
         return answer
-
-    def _is_known(self, request: web.Request) -> bool:
-        assert self._token is not None
-        given = request.headers.get("Authorization", "")
-        return hmac.compare_digest(given.encode(errors="replace"), f"Bearer {self._token}".encode())
 
     async def _show(self, request: web.Request) -> web.StreamResponse:
         return web.Response(text=self._page, content_type="text/html")
