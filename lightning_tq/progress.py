@@ -6,6 +6,7 @@ It is pure: it knows no Trainer, client or clock.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -343,19 +344,20 @@ class LeftPartitions:
         """They were left before the checkpoint from which this run resumed."""
         self._left.update(dict.fromkeys(names, -1))
 
-    def collect(self, streams: Iterable[Progress], saved: int) -> None:
-        """``saved``: checkpoints that were saved so far."""
+    def names(self, streams: Iterable[Progress]) -> list[str]:
+        """All of them, with those that ``take_finished`` would take over."""
+        return list(dict.fromkeys([*self._left, *(name for each in streams for name in each.left_partitions)]))
+
+    def take_finished(self, streams: Collection[Progress], keeps_checkpoints: bool) -> list[str]:
+        """Each is returned once. ``keeps_checkpoints``: whether a run can resume before the first one is saved."""
+        saved = sum(each.saved for each in streams)
         for each in streams:
             self._left.update(dict.fromkeys(each.left_partitions, saved))
             each.left_partitions.clear()
-
-    def names(self, streams: Iterable[Progress]) -> list[str]:
-        """All of them, with those that ``collect`` would add."""
-        return list(dict.fromkeys([*self._left, *(name for each in streams for name in each.left_partitions)]))
-
-    def take_finished(self, being_read: Collection[str | None], written: float) -> list[str]:
-        """Each is returned once. ``written``: checkpoints that a resume can use; infinite where none is needed."""
-        finished = [name for name, saved in self._left.items() if name not in being_read and written > saved]
+        needs_one = keeps_checkpoints or saved > 0  # or one was saved by hand
+        written = sum(each.written for each in streams) if needs_one else math.inf
+        being_read = {each.partition for each in streams}
+        finished = [name for name, before in self._left.items() if name not in being_read and written > before]
         for name in finished:
             del self._left[name]
         return finished

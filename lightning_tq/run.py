@@ -237,11 +237,7 @@ class Run:
         Where checkpoints are kept, a partition finishes with the next checkpoint. Until then, a run that resumes from
         the previous one reads it again, whatever was acknowledged.
         """
-        streams = self._streams()
-        saved, written = sum(each.saved for each in streams), sum(each.written for each in streams)
-        self._left.collect(streams, saved)
-        needs_one = self.ack_rule.keeps_checkpoints or saved > 0  # or one was saved by hand
-        return self._left.take_finished([each.partition for each in streams], written if needs_one else math.inf)
+        return self._left.take_finished(self._streams(), self.ack_rule.keeps_checkpoints)
 
     def left_partitions(self) -> list[str]:
         """Those that readers moved on from, finished or not."""
