@@ -31,9 +31,8 @@ class QueueConnection:
     """
 
     _opened: ClassVar[WeakSet[QueueConnection]] = WeakSet()
-    _own_queue: ClassVar[tuple[int, str] | None] = None
-    """Process and address of the queue that a connection started or joined. Not that of a user's own ``init``."""
-    _end_own_queue: ClassVar[Finalize | None] = None
+    _ends: ClassVar[dict[tuple[int, str], Finalize]] = {}
+    """By process and address, what ends a queue that a connection started or joined. None for a user's own ``init``."""
 
     def __init__(self) -> None:
         self._joined: tuple[int, str] | None = None
@@ -87,11 +86,10 @@ class QueueConnection:
         except NotInitializedError:
             tq.init({**config.conf(sampler_modules), "address": wanted})
             is_first = True
-            QueueConnection._own_queue = (os.getpid(), self.address)
             # multiprocessing's Finalize, unlike atexit, also runs when spawned and forked ranks end: in the process
             # that made it. It runs before the queue's own finalizer. It is bound to no object, since garbage
             # collection may run in any thread.
-            QueueConnection._end_own_queue = Finalize(None, _close_queue, exitpriority=20)
+            self._ends[os.getpid(), self.address] = Finalize(None, _close_queue, exitpriority=20)
         if wanted is not None and self.address != wanted and not may_differ:
             raise ConfigError(
                 f"this process is already in the queue at {self.address} (by transfer_queue.init or TQ_ADDRESS), not "
@@ -116,8 +114,8 @@ class QueueConnection:
         if page is not None:
             page.close()
         is_last = not any(other._joined == joined for other in self._opened)
-        if is_last and joined == self._own_queue and self._end_own_queue is not None:
-            self._end_own_queue()
+        if is_last and joined in self._ends:
+            self._ends.pop(joined)()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_joined": None, "_page": None}  # a spawned rank opens its own
