@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_tq.checks import byte_text, counted
@@ -35,12 +36,7 @@ class Line(NamedTuple):
     text: str
 
 
-def fine(text: str) -> Line:
-    return Line(False, text)
-
-
-def problem(text: str) -> Line:
-    return Line(True, text)
+fine, problem = partial(Line, False), partial(Line, True)
 
 
 def main(args: Sequence[str]) -> int:
