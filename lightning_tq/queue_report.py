@@ -177,16 +177,14 @@ def tables(report: Numbers) -> RenderableType:
     """One screen: a headline, samples by partition and task, waiting requests, holders, storage units, alarms."""
     findings = report["findings"]
     parts: list[RenderableType] = [_headline(report), table_of(_SAMPLES, list(_sample_rows(report)))]
-    groups = [(name, each["groups"]) for name, each in report["partitions"].items() if "groups" in each]
-    if groups:
-        parts.append(table_of(_GROUPS, [_group_row(name, own) for name, own in groups]))
-    if waits := [_waiting_row(each) for each in findings if each["waits_for"]]:
-        parts.append(table_of(_WAITING, waits))
     holding = {name: held for name, held in report["clients"].items() if any(held[what] for what in _HOLDERS[1:])}
-    if holders := [_holder_row(name, held, _HOLDERS) for name, held in holding.items()]:
-        parts.append(table_of(_HOLDERS, holders))
-    if report["units"]:
-        parts.append(table_of(_UNITS, [_unit_row(unit) for unit in report["units"]]))
+    rows = {
+        _GROUPS: [_group_row(name, own["groups"]) for name, own in report["partitions"].items() if "groups" in own],
+        _WAITING: [_waiting_row(each) for each in findings if each["waits_for"]],
+        _HOLDERS: [_holder_row(name, held, _HOLDERS) for name, held in holding.items()],
+        _UNITS: [_unit_row(unit) for unit in report["units"]],
+    }
+    parts += [table_of(columns, own) for columns, own in rows.items() if own]
     for kind in ("full", "storage", "unit", "sampler"):
         if texts := [each["statement"] for each in findings if each["kind"] == kind][-_MOST_LINES:]:
             parts.append(Text("\n".join(texts), style="red"))
