@@ -243,7 +243,7 @@ class StreamReader:
 
     def _wait_for_batch(self) -> TQBatch:
         self._run.watchdog.check()
-        if not self.progress.taken and self._training_ends():
+        if self.stage == "train" and not self.progress.taken and self._run.training_ends(0):
             self.close_iterator()  # Lightning asks for a batch even if the checkpoint was saved at the end of training
             raise StopIteration
         started = self.waiting_since = time.perf_counter()
@@ -260,9 +260,6 @@ class StreamReader:
         finally:
             self.waiting_since = None
             self.waited_s += time.perf_counter() - started
-
-    def _training_ends(self, epochs_ahead: int = 0) -> bool:
-        return self.stage == "train" and self._run.training_ends(epochs_ahead)
 
     def _delivered(self) -> TQBatch:
         data, meta, *heads = self._next_item()
@@ -292,7 +289,7 @@ class StreamReader:
 
     def _has_next_epoch(self) -> bool:
         """After a resume at the end of an epoch: whether the next epoch has samples to train."""
-        if not self.progress.resumed or self.stage != "train" or self._training_ends(1):
+        if not self.progress.resumed or self.stage != "train" or self._run.training_ends(1):
             return False
         return self.replay or self._run.partition_of(self, 1) != self.progress.partition
 
@@ -379,6 +376,7 @@ def stream_loader(reader: StreamReader) -> StreamLoader:
         pin_memory=stream.pin_memory and torch.accelerator.is_available(),  # torch warns without an accelerator
         multiprocessing_context=stream.multiprocessing_context,
         persistent_workers=stream.persistent_workers,
+        num_batches=stream.num_batches,
     )
 
 
@@ -395,11 +393,6 @@ class StreamLoader(StreamingDataLoader):
         assert isinstance(dataset, ReaderDataset)
         assert dataset.reader is not None, "a stream reader stays in the process that made it"
         return dataset.reader
-
-    def __len__(self) -> int:
-        if self.reader.stream.num_batches is None:
-            raise TypeError("this stream has no known length. Set Stream(num_batches=...) if you know it.")
-        return self.reader.stream.num_batches
 
     def __iter__(self) -> Iterator[TQBatch | UnfetchedBatch]:  # type: ignore[override]
         return self.reader.iterate(super().__iter__)

@@ -93,7 +93,7 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def __len__(self) -> int:
         if self.num_batches is None:
-            raise TypeError("this stream has no known length; give num_batches if you know it.")
+            raise TypeError("this stream has no known length. Set its num_batches if you know it.")
         return self.num_batches
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
