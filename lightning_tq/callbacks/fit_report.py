@@ -72,36 +72,27 @@ class FitReport(Callback):
         run = Run.find(trainer)
         if run is None or not self._batches:
             return
-        passed = self.read(run.train_reader().waited_s).since(self.first)
-        record = run.train_reader().stream.replay_from
-        if record is not None:
-            rank_zero_info(
-                f"Replayed {counted(self._batches, 'batch', 'batches')} of {record} in {passed.seconds:.1f} s."
-            )
+        reader, batches = run.train_reader(), counted(self._batches, "batch", "batches")
+        passed = self.read(reader.waited_s).since(self.first)
+        if reader.stream.replay_from is not None:
+            rank_zero_info(f"Replayed {batches} of {reader.stream.replay_from} in {passed.seconds:.1f} s.")
             return
-        limit, groups = Finding.of_training(*passed), _groups(run)
-        limit = replace(limit, to_do=tuple(_advice(run.train_reader().stream, limit, groups)))
+        name = str(reader.progress.partition)  # the last one
+        groups = run.client.get_stats()["partitions"].get(name, {}).get("groups", {})
+        limit = Finding.of_training(*passed)
+        limit = replace(limit, to_do=tuple(_advice(reader.stream, limit, groups)))
         rank_zero_info(
-            f"Queue: {counted(self._batches, 'batch', 'batches')} in {passed.seconds:.1f} s without validation, the "
-            f"first one after {self.first.seconds:.1f} s; {limit}{_of_groups(run, groups)}"
+            f"Queue: {batches} in {passed.seconds:.1f} s without validation, the first one after "
+            f"{self.first.seconds:.1f} s; {limit}{_of_groups(name, groups)}"
         )
 
 
-def _groups(run: Run) -> dict[str, Any]:
-    """Numbers of the groups of the last partition; empty without any."""
-    partition = run.client.get_stats()["partitions"].get(run.train_reader().progress.partition, {})
-    groups: dict[str, Any] = partition.get("groups", {})
-    return groups
-
-
-def _of_groups(run: Run, groups: dict[str, Any]) -> str:
-    """What became of them; "" without any."""
-    name = run.train_reader().progress.partition
-    if name is None or not groups:
+def _of_groups(partition: str, groups: dict[str, Any]) -> str:
+    """What became of the groups of a partition; "" without any."""
+    if not groups or not (found := Finding.of_groups(partition, groups)).held_up_by:
         return ""
-    found = Finding.of_groups(name, groups)
     said = str(found)
-    return f" {said[0].upper()}{said[1:]}" if found.held_up_by else ""
+    return f" {said[0].upper()}{said[1:]}"
 
 
 def _rejected(sampler: GroupSampler, groups: dict[str, Any]) -> float:
