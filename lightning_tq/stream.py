@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from fnmatch import fnmatchcase
@@ -22,13 +22,21 @@ VARIABLES = ("epoch", "global_step", "policy_version", "stage")
 """Variables of a partition template."""
 _TAILS = ("drop", "pad", "uneven_ok", None)
 _START_METHODS = ("fork", "spawn", "forkserver", None)
-_TYPES: dict[str, tuple[Any, str]] = {
-    "sampler": (BaseSampler | str, "a sampler, the name of a built-in one"),
-    "where": (str, "a filter over tags"),
-    "timeout_s": (Real, "a number of seconds above 0"),
-    "sampling_config": (Mapping, "a mapping of arguments"),
-    "replay_from": (str | PathLike, "a directory"),
-    **dict.fromkeys(("replay", "persistent_workers", "prefetch", "pin_memory"), (bool, "true or false")),
+
+
+def _is_a(kinds: Any) -> Callable[[Any], object]:
+    return lambda value: isinstance(value, kinds)
+
+
+_VALUES: dict[str, tuple[Callable[[Any], object], str]] = {
+    **dict.fromkeys(("partition", "task"), (lambda value: isinstance(value, str) and value, "a name")),
+    **dict.fromkeys(("fields", "head_fields"), (are_names, "a list of field names, at least one")),
+    "sampler": (_is_a(BaseSampler | str), "a sampler, the name of a built-in one"),
+    "where": (_is_a(str), "a filter over tags"),
+    "timeout_s": (lambda value: isinstance(value, Real) and float(value) > 0, "a number of seconds above 0"),
+    "sampling_config": (_is_a(Mapping), "a mapping of arguments"),
+    "replay_from": (_is_a(str | PathLike), "a directory"),
+    **dict.fromkeys(("replay", "persistent_workers", "prefetch", "pin_memory"), (_is_a(bool), "true or false")),
 }
 """By option without a check of its own, what it may be. None may be where it is the default."""
 
@@ -108,17 +116,15 @@ class Stream:
     where: str | None = None
 
     def __post_init__(self) -> None:
-        for name, (kinds, text) in _TYPES.items():
-            value, optional = getattr(self, name), getattr(Stream, name) is None
-            if not (isinstance(value, kinds) or (optional and value is None)):
+        for name, (is_possible, text) in _VALUES.items():
+            value, optional = getattr(self, name), getattr(Stream, name, "") is None
+            if not (is_possible(value) or (optional and value is None)):
                 raise InvalidRequestError(f"{name} must be {text}{' or None' if optional else ''}, got {value!r}.")
-        self._check_names()
+        self._check_template()
         self._check_sizes()
         check_choice("tail", self.tail, _TAILS)
         check_choice("layout", self.layout, ("dense", "jagged"))
         check_choice("multiprocessing_context", self.multiprocessing_context, _START_METHODS)
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise InvalidRequestError(f"timeout_s must be above 0, or None for no limit, got {self.timeout_s!r}.")
         for name in ("persistent_workers", "multiprocessing_context"):
             if getattr(self, name) and not self.num_workers:
                 raise InvalidRequestError(f"{name} needs num_workers of at least 1, got num_workers=0.")
@@ -132,14 +138,7 @@ class Stream:
         if isinstance(self.sampler, GroupSampler):
             self.sampler.check_tail(self.tail)
 
-    def _check_names(self) -> None:
-        for name in ("partition", "task"):
-            value = getattr(self, name)
-            if not isinstance(value, str) or not value:
-                raise InvalidRequestError(f"{name} must be a name, got {value!r}.")
-        for label, names in (("fields", self.fields), ("head_fields", self.head_fields)):
-            if not are_names(names) and (label == "fields" or names is not None):
-                raise InvalidRequestError(f"{label} must be a list of field names, at least one, got {names!r}.")
+    def _check_template(self) -> None:
         try:
             unknown = [name for name in self.variables if name not in VARIABLES]
             if not unknown:
