@@ -88,14 +88,13 @@ def feed(rows: str, partition: str, *, args: Mapping[str, Any] | None = None, **
         ConfigError: there is no such function.
     """
     module, _, name = rows.partition(":")
-    function = getattr(importlib.import_module(module), name, None)
+    function: Callable[..., Iterable[Row]] | None = getattr(importlib.import_module(module), name, None)
     if not callable(function):
         raise ConfigError(f"rows={rows!r} names no function that returns rows. Write 'module:function'.")
     given, takes_epoch = dict(args or {}), "epoch" in inspect.signature(function).parameters
 
     def of_epoch(epoch: int) -> Iterable[Row]:
-        found: Iterable[Row] = function(**given, **({"epoch": epoch} if takes_epoch else {}))
-        return found
+        return function(**given, **({"epoch": epoch} if takes_epoch else {}))
 
     feed_groups(of_epoch, partition, **terms)
 
