@@ -13,7 +13,13 @@ from types import FrameType
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Checkpoint,
+    LearningRateFinder,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+)
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_tq.progress import Progress
@@ -82,10 +88,13 @@ def restores_after_setup(trainer: Trainer) -> bool:
 
 def keeps_checkpoints(trainer: Trainer) -> bool:
     """True where the run resumed from a checkpoint, or a callback saves some that it could resume from."""
-    # The others save only when a run fails.
-    savers = [each for each in trainer.checkpoint_callbacks if not isinstance(each, OnExceptionCheckpoint)]
-    saves = any(not isinstance(each, ModelCheckpoint) or _saves(each) for each in savers)
+    saves = any(not isinstance(each, ModelCheckpoint) or _saves(each) for each in _savers(trainer))
     return saves or resume_path(trainer) is not None
+
+
+def _savers(trainer: Trainer) -> list[Checkpoint]:
+    """Callbacks that save checkpoints while a run goes on; the others do so only when it fails."""
+    return [each for each in trainer.checkpoint_callbacks if not isinstance(each, OnExceptionCheckpoint)]
 
 
 def _saves(callback: ModelCheckpoint) -> bool:
@@ -112,10 +121,7 @@ def is_between_batches(trainer: Trainer) -> bool:
 
 def batches_between_checkpoints(trainer: Trainer, stream: Stream) -> int | None:
     """Most batches that are trained from one checkpoint to the next. None: that isn't known."""
-    distances = [
-        _distance(trainer, callback, stream.num_batches)
-        for callback in trainer.checkpoint_callbacks if not isinstance(callback, OnExceptionCheckpoint)
-    ]  # fmt: skip
+    distances = [_distance(trainer, each, stream.num_batches) for each in _savers(trainer)]
     known = [each for each in distances if each is not None]
     return min(known) if known and len(known) == len(distances) else None
 
