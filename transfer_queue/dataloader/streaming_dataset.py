@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import threading
@@ -186,18 +187,19 @@ class StreamingDataset(IterableDataset[Any]):
             ValueError: this is not a ``state_dict`` of a stream.
         """
         try:
-            start = Start(str(state["partition_id"]), int(state["batch_index"]), int(state["micro_batch"]))
+            self.move(Start(str(state["partition_id"]), int(state["batch_index"]), int(state["micro_batch"])))
         except KeyError as error:
             raise InvalidRequestError(f"no state of a stream, it lacks {error}: {dict(state)!r}.") from None
-        self.move(start)
 
     # ---- iterating ----
 
     def __iter__(self) -> Iterator[Any]:
-        if get_worker_info() is None:
+        worker = get_worker_info()
+        if worker is None:
             return self._items(self.origin())
         _end_with_loader()
         if self.worker_cursor is not None:
+            take_all_from_segments(worker.num_workers)
             return self._bundles_for(self.worker_cursor, self.worker_cursor.join())
         return self._items(Origin(self.position, -1))  # workers of a plain DataLoader would each track another position
 
@@ -207,9 +209,6 @@ class StreamingDataset(IterableDataset[Any]):
                 yield from self.take(bundle, origin)
 
     def _bundles_for(self, cursor: Cursor, iteration: int) -> Iterator[Bundle]:
-        worker = get_worker_info()
-        assert worker is not None
-        take_all_from_segments(worker.num_workers)
         start = cursor.start_of(iteration)
         if start is not None:
             yield from self.bundles(start, lambda: cursor.is_over(iteration))
@@ -325,11 +324,9 @@ def _config_of_this_process() -> DictConfig:
 
 
 def _check_sizes(batch_size: int | None, micro_batch_size: int | None) -> None:
-    if batch_size is None:
-        return
-    if micro_batch_size is None:
+    if batch_size is not None and micro_batch_size is None:
         raise InvalidRequestError("micro_batch_size can only be left to a GroupSampler, together with batch_size.")
-    if micro_batch_size > batch_size:
+    if (micro_batch_size or 0) > (batch_size or math.inf):
         raise InvalidRequestError(f"micro_batch_size {micro_batch_size} is larger than batch_size {batch_size}.")
 
 
