@@ -43,10 +43,8 @@ class DashboardProcess:
 
     def close(self) -> None:
         """End it. Idempotent."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
         try:
-            self._process.wait(_END_S)
+            self._process.communicate(timeout=_END_S)  # which closes its input
         except subprocess.TimeoutExpired:  # it may still be importing
             self._process.kill()
             self._process.wait()
