@@ -16,7 +16,7 @@ from transfer_queue.errors import TransferQueueError
 
 COMMANDS = {
     # name: (its line in --help, its module in lightning_tq.cli, the function that gets the words after its name; those
-    # of a Trainer get the name, too)
+    # of a Trainer get the name, too). The function returns the exit code, or None where that is always 0.
     "demo": ("Learn for a minute on two cores, with a live page; ends with a picture.", "demo_command", "main"),
     "new": ("Write a run of your own to start from: grpo, sft or stream.", "new_command", "main"),
     "fit": ("Train with data streamed from a queue, as a YAML file says.", "trainer_cli", "run"),
@@ -88,8 +88,8 @@ def _run(name: str, args: Sequence[str]) -> int:
                     return _refuse(f"unknown option {option!r}{near}", f"lightning-tq {name}")
     try:
         with _ended_by_ctrl_c():
-            run: Callable[[Sequence[str]], int] = getattr(import_module(f"lightning_tq.cli.{module}"), function)
-        status = run(args)
+            run: Callable[[Sequence[str]], int | None] = getattr(import_module(f"lightning_tq.cli.{module}"), function)
+        status = run(args) or 0
         print(end="", flush=True)  # also where there is no output (">&-")
         return status
     except KeyboardInterrupt:  # often while torch is imported

@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--until-input-ends", action="store_true", help=argparse.SUPPRESS)
 
 
-def serve(options: argparse.Namespace, address: str) -> int:
+def serve(options: argparse.Namespace, address: str) -> None:
     """Show a running queue as a web page that follows it.
 
     It has partitions and tasks as they fill and drain, waiting fetches and what they lack, throughput and waits over
@@ -46,4 +46,3 @@ def serve(options: argparse.Namespace, address: str) -> int:
         asyncio.run(run())
     except (OSError, OverflowError) as error:
         raise ConfigError(f"the dashboard can't listen at {options.host}, port {options.port}: {error}") from error
-    return 0

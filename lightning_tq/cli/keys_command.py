@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 
 
-def main(args: Sequence[str]) -> int:
+def main(args: Sequence[str]) -> None:
     """Make a new file of keys, readable by you alone, for the servers and programs of one queue.
 
     It is never replaced, because a queue may use it. Exit codes: 0, 2 if it can't be made.
@@ -24,4 +24,3 @@ def main(args: Sequence[str]) -> int:
         f"  lightning-tq serve --listen tcp://0.0.0.0:5555 --key-file {shlex.quote(path)}\n"
         f"Programs of other hosts find it by TQ_KEY_FILE."
     )
-    return 0

@@ -16,7 +16,7 @@ KINDS = ("grpo", "sft", "stream")
 _OUTPUT = "default_root_dir: runs"
 
 
-def main(args: Sequence[str]) -> int:
+def main(args: Sequence[str]) -> None:
     """Write model, workers and a YAML file with validation, checkpoint and resume. They run at once.
 
     grpo: workers lease prompts, and a policy learns from its own answers. sft: a model learns from samples that are
@@ -35,7 +35,6 @@ def main(args: Sequence[str]) -> int:
         f"Go on after it was cut:  {run} --ckpt_path last\n"
         f"Watch it:                lightning-tq dashboard, with the address that the run prints"
     )
-    return 0
 
 
 def write_template(kind: str, directory: Path) -> list[str]:

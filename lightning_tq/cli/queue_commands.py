@@ -33,11 +33,11 @@ _HOLDINGS = {
 """What ``evict`` reports, by its name in the statistics."""
 
 
-Act = Callable[[argparse.Namespace, str], int]
+Act = Callable[[argparse.Namespace, str], int | None]
 """Acts in the queue at this address. Its docstring is the help of its subcommand."""
 
 
-def _main(name: str, act: Act, args: Sequence[str]) -> int:
+def _main(name: str, act: Act, args: Sequence[str]) -> int | None:
     """Returns the exit code: 0, 1 for an unknown client or task. Raises where no queue answers."""
     parser = argparse.ArgumentParser(f"lightning-tq {name}", description=act.__doc__, allow_abbrev=False)
     if act is _evict:
@@ -71,7 +71,7 @@ def interval(text: str) -> float:
     return seconds(text, 0.05, 3600)
 
 
-def run_joined(act: Act, options: argparse.Namespace) -> int:
+def run_joined(act: Act, options: argparse.Namespace) -> int | None:
     """Join the queue as a client, and act there. Returns the exit code."""
     address = options.address or os.environ.get("TQ_ADDRESS")
     if not address:
@@ -102,7 +102,7 @@ def _unknown(reason: str, name: str, names: Iterable[str]) -> int:
 # ---- status ----
 
 
-def _status(options: argparse.Namespace, address: str) -> int:
+def _status(options: argparse.Namespace, address: str) -> None:
     """Show a running queue: its samples, what waits, who holds something, and its storage units.
 
     Samples are listed by partition and task: ready, batches in flight, consumed, per second. Waiting requests come with
@@ -110,7 +110,6 @@ def _status(options: argparse.Namespace, address: str) -> int:
     queue. Rates compare two snapshots; a single report takes both, half a second apart.
     """
     asyncio.run(_follow(options, address))
-    return 0
 
 
 async def _follow(options: argparse.Namespace, address: str) -> None:
@@ -142,7 +141,7 @@ async def _follow(options: argparse.Namespace, address: str) -> None:
 # ---- clients and tasks ----
 
 
-def _clients(options: argparse.Namespace, address: str) -> int:
+def _clients(options: argparse.Namespace, address: str) -> None:
     """List the clients of a running queue and what each holds. It changes nothing in the queue.
 
     Listed are connections, samples that it reserved and has not put, leases and pins of memory, freezes of a
@@ -158,7 +157,6 @@ def _clients(options: argparse.Namespace, address: str) -> int:
         show(clients_table(clients))
     else:
         print(f"{address}: no client.")
-    return 0
 
 
 def _evict(options: argparse.Namespace, address: str) -> int:

@@ -38,7 +38,7 @@ _FEW = 8
 # ---- record ----
 
 
-def record(args: Sequence[str]) -> int:
+def record(args: Sequence[str]) -> int | None:
     """Write the batches that a task of a running queue is given to a directory: values, tags, and who got which when.
 
     It takes nothing from the task, but the queue keeps its samples until they are written, for some seconds. It ends
@@ -163,7 +163,7 @@ class _Recorder:
 # ---- records ----
 
 
-def records(args: Sequence[str]) -> int:
+def records(args: Sequence[str]) -> None:
     """Show what a record holds, or the samples that one step trained: their tags, versions, texts and small fields.
 
     A step is one batch of every data-parallel rank. They are counted from 0, as trainer.global_step is where each batch
@@ -192,7 +192,6 @@ def records(args: Sequence[str]) -> int:
     whole = options.step is None
     shown = _summary(found, rounds, first) if whole else _samples(found, *rounds[options.step - first])
     _show(list(shown), options.json)
-    return 0
 
 
 def _summary(found: RecordedBatches, rounds: list[tuple[str, int]], first: int) -> Iterator[dict[str, Any]]:

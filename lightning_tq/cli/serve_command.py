@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 
-def main(args: Sequence[str]) -> int:
+def main(args: Sequence[str]) -> None:
     """Serve a queue until SIGTERM, Ctrl-C or the end of the terminal (SIGHUP, which nohup ignores).
 
     With --join, add this host's memory to a running queue: values then stay on the host that produced them. Programs
@@ -44,7 +44,6 @@ def main(args: Sequence[str]) -> int:
 
     conf = _conf(options)
     tq.serve(conf, options.join, options.directory, partial(_tell, conf, options.join is not None))
-    return 0
 
 
 def _conf(options: argparse.Namespace) -> dict[str, Any]:
