@@ -39,7 +39,7 @@ COMMANDS = {
 _OF_A_TRAINER = {name for name, (_, module, _) in COMMANDS.items() if module == "trainer_cli"}
 _WITH_TRACEBACKS = {*_OF_A_TRAINER, "simulate"}
 """They run the user's own code, and report themselves the errors that need no traceback."""
-_INTERRUPTED = 130
+INTERRUPTED = 130
 OPTIONS_OF_A_TRAINER = (
     "help", "config", "print_config", "seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler",
     "ckpt_path", "weights_only", "verbose", "return_predictions",
@@ -93,7 +93,7 @@ def _run(name: str, args: Sequence[str]) -> int:
         print(end="", flush=True)  # also where there is no output (">&-")
         return status
     except KeyboardInterrupt:  # often while torch is imported
-        return _INTERRUPTED
+        return INTERRUPTED
     except BrokenPipeError:  # who read the output has gone, as with "| head"
         if name in _WITH_TRACEBACKS:
             raise
@@ -118,7 +118,7 @@ def _ended_by_ctrl_c() -> Iterator[None]:
     if not is_default or threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED))
+    signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
     try:
         yield
     finally:

@@ -20,10 +20,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from lightning_tq.cli import INTERRUPTED
 from lightning_tq.cli.new_command import write_template
 from lightning_tq.cli.queue_commands import seconds
 
-_FAILED, _INTERRUPTED = 1, 130
+_FAILED = 1
 _LINES_EVERY_S = 3.0
 _MOST_S = 3600
 _PAGE = re.compile(r"^Dashboard: (\S+)")
@@ -60,7 +61,7 @@ def main(args: Sequence[str]) -> int:
     _name_what_lacks()
     demo = _Demo(not options.no_browser)
     code = demo.run(directory, options.seconds)
-    if code and code != _INTERRUPTED:
+    if code and code != INTERRUPTED:
         sys.stderr.write("".join(demo.hidden) + "error: the training failed; its last lines are above.\n")
         return _FAILED
     demo.conclude(directory)
@@ -118,7 +119,7 @@ class _Demo:
                 except KeyboardInterrupt:  # the training gets it, too, and ends by itself
                     interrupted = True
         signal.signal(signal.SIGTERM, before)
-        return _INTERRUPTED if interrupted else process.returncode
+        return INTERRUPTED if interrupted else process.returncode
 
     def _take(self, line: str) -> None:
         now = time.monotonic() - self._started

@@ -16,13 +16,13 @@ from functools import partial
 from threading import TIMEOUT_MAX
 
 from lightning_tq.checks import counted, did_you_mean, list_names
+from lightning_tq.cli import INTERRUPTED
 from lightning_tq.cli.dashboard_command import add_options as add_dashboard_options
 from lightning_tq.cli.dashboard_command import serve as serve_dashboard
 from transfer_queue.errors import ConfigError
 
 _UNKNOWN_NAME = 1
 """Exit code: the queue has no client or task of this name."""
-_INTERRUPTED = 130
 _SINGLE_INTERVAL_S = 0.5
 """Seconds between the two snapshots of a single report."""
 
@@ -89,7 +89,7 @@ def run_joined(act: Act, options: argparse.Namespace) -> int | None:
         finally:
             tq.close()
     except KeyboardInterrupt:
-        return 0 if act in (_status, serve_dashboard) else _INTERRUPTED  # Ctrl-C is how --watch ends
+        return 0 if act in (_status, serve_dashboard) else INTERRUPTED  # Ctrl-C is how --watch ends
 
 
 def _unknown(reason: str, name: str, names: Iterable[str]) -> int:
