@@ -8,6 +8,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -127,11 +128,9 @@ class StreamingDataLoader(DataLoader[Any]):
     ) -> Generator[Any, None, None]:
         failed = True
         try:
-            yield from itertools.islice(self._taken(bundles, origin), self.num_batches)
+            with suppress(GeneratorExit):  # its reader has gone
+                yield from itertools.islice(self._taken(bundles, origin), self.num_batches)
             failed = False
-        except GeneratorExit:
-            failed = False
-            raise
         finally:
             bundles.close()
             if turn is not None:
