@@ -452,6 +452,20 @@ def test_a_gate_that_waits_for_a_tag_says_which(client, name, actor):
     assert client.get_meta(["answer"], 1, name, task_name=actor).size == 1
 
 
+def test_a_registration_that_is_refused_changes_nothing_of_what_the_gate_has_rejected(client, name, actor):
+    client.register_task(actor, tq.GroupSampler(groups=1, ahead=0, gate="max(reward) > 0"))
+    client.register_task(f"critic-{name}", tq.GroupSampler(groups=1, ahead=0))
+    client.add_groups(heads(12), name, tasks=[actor, f"critic-{name}"])
+    for number in range(10):
+        (lease,) = client.lease(name)
+        lease.close(answers(1), tags=[{"reward": 0.0}])
+        if number == 8:
+            with pytest.raises(GroupStateError, match="neither would ever step"):
+                client.register_task(actor, tq.GroupSampler(groups=5, ahead=0))
+    with pytest.raises(GateStarvedError, match="rejected 10 groups in a row"):
+        client.get_meta(["answer"], 1, name, task_name=actor, timeout_s=PATIENCE_S)
+
+
 def test_a_gate_over_a_tag_that_is_no_number_rejects_with_the_reason(client, name, actor):
     client.register_task(actor, tq.GroupSampler(groups=1, gate="max(reward) > 0"))
     client.add_groups(heads(12), name, tasks=[actor])

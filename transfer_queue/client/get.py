@@ -225,10 +225,10 @@ class Gets(ClientBase):
         if not batch.meta.size:
             await batch.close()
             return TensorDict({}, batch_size=[0])
-        common = common_dtypes(batch.meta.field_schema, batch.meta.global_indexes)
         data = await batch.values()
         if data is None:
             data = await self._read(batch.meta, batch.units)
+        common = common_dtypes(batch.meta.field_schema, batch.meta.global_indexes)  # fails once nothing is pinned
         return relaid(data, self.storage_manager.layout, common) if common else data
 
     async def async_get_data(self, metadata: BatchMeta, layout: str | None = None) -> TensorDict:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import sys
@@ -15,6 +16,7 @@ from tests.unit.control.control_kit import load, refused, save
 from tests.unit.control.groups_kit import PART, TRAINER, WORKER, Queue
 from transfer_queue import GroupSampler
 from transfer_queue import protocol as p
+from transfer_queue.calls import PIECE, Turn
 from transfer_queue.errors import SamplerError
 
 SLOW_SCHEDULES, FAST_SCHEDULES = 10_000, 100
@@ -516,3 +518,16 @@ def test_a_row_without_a_length_is_named_where_ranks_are_balanced_by_it():
     for lease in queue.lease(count=2):
         queue.put(lease, 1, [{"reward": 1.0}])
     refused(queue.fetch("actor", batch=0, rank=0), "SamplerError", "has no tag 'length'")
+
+
+def test_a_retry_whose_partition_is_cleared_meanwhile_says_so():
+    queue = Queue(check=False)
+    queue.add(3 * PIECE)
+    for lease in queue.lease(count=3 * PIECE):
+        queue.end(lease, "reject", "no use")
+    queue.plane.calls.turn = Turn(itertools.count().__next__)  # each turn is over at its first look at the clock
+    number = queue.number()
+    assert queue.plane.handle(TRAINER, p.RetryGroups(number, PART, "group.state == 'rejected'"), 0.0) == []
+    queue.ask(TRAINER, p.ClearPartition, PART)
+    (answer,) = [to.reply for to in queue.inbox if to.reply.id == number]
+    refused(answer, "UnknownPartitionError", "was cleared meanwhile")
