@@ -139,6 +139,11 @@ class Stream:
             self.sampler.check_tail(self.tail)
 
     def _check_template(self) -> None:
+        if tq.is_internal(self.partition):
+            raise InvalidRequestError(
+                f"partition {self.partition!r} begins with '_', as the queue's own do: no report would show it. Give "
+                f"it another name."
+            )
         try:
             unknown = [name for name in self.variables if name not in VARIABLES]
             if not unknown:

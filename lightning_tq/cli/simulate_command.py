@@ -36,7 +36,8 @@ class _SimulateCLI(TQCLI):
         callbacks = own["callbacks"] if isinstance(own["callbacks"], list) else [own["callbacks"]]
         pacing = [each for each in callbacks if isinstance(each, PartitionSwitch | PublishWeights | QueueMonitor)]
         given = own["devices"]
-        devices = len(given) if isinstance(given, list) else int(given) if str(given).isdigit() else 1
+        numbers = given if isinstance(given, list) else [each for each in str(given).split(",") if each]
+        devices = int(given) if str(given).isdigit() else len(numbers)  # "auto" is one
         return super().instantiate_trainer(
             callbacks=pacing, accelerator="cpu", devices=devices, num_nodes=1, strategy="auto", precision=None,
             plugins=None, logger=False, enable_checkpointing=False, enable_model_summary=False, **options,

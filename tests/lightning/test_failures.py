@@ -304,6 +304,7 @@ def test_streams_of_one_task_with_different_tails_are_refused() -> None:
         ({"batch_size": 0}, "batch_size must be an int of at least 1, got 0"),
         ({"partition": "train@{epoc}"}, r"uses \{epoc\}; did you mean 'epoch'"),
         ({"partition": "train@{"}, "malformed"),
+        ({"partition": "_train"}, "begins with '_'"),
         ({"fields": "x"}, "fields must be a list"),
         ({"fields": 5}, "fields must be a list"),
         ({"tail": "keep"}, "tail must be one of 'drop', 'pad'"),

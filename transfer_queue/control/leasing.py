@@ -323,8 +323,7 @@ def retry(state: PlaneState, call: Call, request: p.RetryGroups) -> Steps:
         yield None
     indexes = partition.table.column("index")[among.all_rows()]
     for start in range(0, len(indexes), PIECE):
-        if state.partitions.get(partition.name) is not partition:
-            raise UnknownPartitionError(f"partition {partition.name!r} was cleared meanwhile, and its groups with it.")
+        _check_there(state, partition)
         rows, found = partition.table.find(indexes[start : start + PIECE])
         for row in rows[found].tolist():
             terms = groups.terms_of_left(row)
@@ -342,6 +341,11 @@ def retry(state: PlaneState, call: Call, request: p.RetryGroups) -> Steps:
             f"have gone on to other partitions: what waits again would never be trained. Add it to another partition."
         )
     return p.Done(request.id, count)
+
+
+def _check_there(state: PlaneState, partition: Partition) -> None:
+    if state.partitions.get(partition.name) is not partition:
+        raise UnknownPartitionError(f"partition {partition.name!r} was cleared meanwhile, and its groups with it.")
 
 
 def reject(state: PlaneState, call: Call, request: p.RejectGroups) -> p.Reply:

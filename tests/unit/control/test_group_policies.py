@@ -17,6 +17,7 @@ from tests.unit.control.groups_kit import PART, TRAINER, WORKER, Queue
 from transfer_queue import GroupSampler
 from transfer_queue import protocol as p
 from transfer_queue.calls import PIECE, Turn
+from transfer_queue.calls.turn import TURN_S
 from transfer_queue.errors import SamplerError
 
 SLOW_SCHEDULES, FAST_SCHEDULES = 10_000, 100
@@ -525,7 +526,7 @@ def test_a_retry_whose_partition_is_cleared_meanwhile_says_so():
     queue.add(3 * PIECE)
     for lease in queue.lease(count=3 * PIECE):
         queue.end(lease, "reject", "no use")
-    queue.plane.calls.turn = Turn(itertools.count().__next__)  # each turn is over at its first look at the clock
+    queue.plane.calls.turn = Turn(itertools.count(step=TURN_S / 2).__next__)  # one look each
     number = queue.number()
     assert queue.plane.handle(TRAINER, p.RetryGroups(number, PART, "group.state == 'rejected'"), 0.0) == []
     queue.ask(TRAINER, p.ClearPartition, PART)
