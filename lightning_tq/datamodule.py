@@ -125,6 +125,8 @@ class TQDataModule(LightningDataModule):
         self._progress: Progress | None = None
         """Of training, in the queue at ``_progress_address``. It outlives its run."""
         self._progress_address: str | None = None
+        self._is_untouched = False
+        """Whether a queue that was open before has nothing of the run that is being set up."""
         self._partitions_at_start: dict[str, int] = {}  # on the first rank: before this run's producers
         if not self._streams["val"]:  # Lightning expects validation wherever val_dataloader is defined
             warnings.filterwarnings("ignore", "You passed in a `val_dataloader` but have no `validation_step`")
@@ -214,14 +216,16 @@ class TQDataModule(LightningDataModule):
         """Open the queue on the first rank, join it on the others, and prepare the streams of this stage."""
         trainer, entry = self._own_trainer(), str(getattr(stage, "value", stage))
         ignore_harmless_warnings()
-        refuse_finders(trainer)
         self._end_run(failed=True)
+        self._is_untouched = self._connection.is_open
+        refuse_finders(trainer)
         topology = trainer_topology(trainer, self._dp_rank, self._dp_size)
         streams = stage_streams(entry, self._streams)
         check_shares(trainer, streams)
         if entry == "fit":
             every_n_steps = [each.every_n_steps for each in callbacks_of(trainer) if isinstance(each, PublishWeights)]
             check_slots(trainer, self._streams["train"][0], max(every_n_steps, default=1))
+        self._is_untouched = False
         self._group = ProducerGroup(self._producers if trainer.is_global_zero else ())
         shared = run_on_rank_zero(trainer, lambda: self._prepare(entry, topology, streams))
         rank_zero_info(f"Queue: {shared.address} (watch it with: lightning-tq status --watch {shared.address})")
@@ -295,7 +299,9 @@ class TQDataModule(LightningDataModule):
             self.close()
 
     def on_exception(self, exception: BaseException) -> None:
-        if not self._is_in_use():  # else it is of another Trainer, which was refused
+        if self._is_in_use():  # it is of another Trainer, which was refused
+            return
+        if not self._is_untouched:  # else the run was refused, and whoever opened the queue may have filled it
             self.close()
 
     def _end_run(self, failed: bool) -> None:

@@ -188,6 +188,8 @@ class Progress:
         """Checkpoints that were saved; the last one may still be incomplete."""
         self.written = 0
         """Checkpoints that a resume can surely use."""
+        self._holds_all = False
+        """Whether a checkpoint holds every optimizer step so far."""
         self._rule = rule
         self._waits = rule is not None and rule.ack != "step" and rule.keeps_checkpoints
         self._restored = False
@@ -283,6 +285,7 @@ class Progress:
         if self._trained_to is not None:
             self.position, self._trained_to = self._trained_to, None
         self.unstepped = 0
+        self._holds_all = False
         trained, self._trained = self._trained, {}
         self._stepped.setdefault(self.saved if self._waits else -1, {}).update(trained)
 
@@ -293,7 +296,9 @@ class Progress:
     def save(self) -> None:
         """A checkpoint with every optimizer step so far is being written."""
         self.wait_for_checkpoints()  # also after a checkpoint that the user saves by hand
-        self.saved += 1
+        if not (self._holds_all and self._rule is not None and self._rule.in_background):
+            self.saved += 1  # once for all files of one step: a resume may need the one that is written last
+        self._holds_all = True
 
     @property
     def waits_for_checkpoints(self) -> bool:

@@ -213,11 +213,11 @@ def table_of(columns: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Ta
         justify: Literal["left", "right"] = "left" if is_text else "right"
         table.add_column(columns[at], justify=justify, overflow="fold" if wraps else "ellipsis", no_wrap=not wraps)
     for row in rows:
-        table.add_row(*(_plain(row[at]) for at in shown))
+        table.add_row(*(literal(row[at]) for at in shown))
     return table
 
 
-def _plain(cell: str | Text) -> Text:
+def literal(cell: str | Text) -> Text:
     """Keep names literal. Rich would read ``val[hard]`` as markup, and a terminal obeys control characters."""
     return Text(cell.translate(_CONTROL)) if isinstance(cell, str) else cell
 

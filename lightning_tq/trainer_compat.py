@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
@@ -20,6 +21,8 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     OnExceptionCheckpoint,
 )
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_tq.progress import Progress
@@ -111,6 +114,21 @@ def early_checkpoint_path(trainer: Trainer) -> str | None:
         if isinstance(callback, ModelCheckpoint) and _saves(callback) and callback.dirpath is not None:
             return f"{os.fspath(callback.dirpath)}/last-early{callback.FILE_EXTENSION}"
     return None
+
+
+def async_checkpoint_io(trainer: Trainer) -> AsyncCheckpointIO | None:
+    """What writes this Trainer's checkpoints in the background, if Lightning does so."""
+    plugin: CheckpointIO | None = trainer.strategy.checkpoint_io
+    while isinstance(plugin, _WrappingCheckpointIO) and not isinstance(plugin, AsyncCheckpointIO):
+        plugin = plugin.checkpoint_io
+    return plugin if isinstance(plugin, AsyncCheckpointIO) else None
+
+
+def finish_async_writing(trainer: Trainer) -> None:
+    """Wait until Lightning has written the checkpoints that it was given so far."""
+    plugin = async_checkpoint_io(trainer)
+    if plugin is not None and plugin._executor is not None:
+        plugin._executor.submit(lambda: None).result()  # it works on one at a time
 
 
 def is_between_batches(trainer: Trainer) -> bool:
@@ -262,9 +280,10 @@ def refuse_finders(trainer: Trainer) -> None:
     for callback in callbacks_of(trainer):
         for kind, alternative in _ALTERNATIVES.items():
             if isinstance(callback, kind):
+                if getattr(callback, "_early_exit", False):  # a Tuner has added it, and removes it only after a success
+                    callbacks_of(trainer).remove(callback)
                 raise InvalidRequestError(
-                    f"{kind.__name__} runs training steps to try settings, which would use up samples of the queue. "
-                    f"{alternative}"
+                    f"{kind.__name__} tries settings on batches, which would use up samples of the queue. {alternative}"
                 )
 
 

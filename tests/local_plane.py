@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from transfer_queue import protocol as p
-from transfer_queue.calls import Answer, Call
+from transfer_queue.calls import Answer, Call, Turn
+from transfer_queue.calls.turn import TURN_S
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.plane import ControlPlane
 from transfer_queue.control.rows import PUBLISHED, RowState
@@ -34,6 +36,10 @@ class LocalPlane(ControlPlane):
         super().__init__(PlaneConfig(**config))
         self.calls.verbs |= self.verbs
         self.calls.verbs[p.Cancel] = lambda call, cancel: p.Done(cancel.id, self.calls.cancel(call.client, cancel.call))
+
+    def make_turns_short(self) -> None:
+        """From now on, a turn is over after one look at the clock."""
+        self.calls.turn = Turn(itertools.count(step=TURN_S / 2).__next__)
 
     def handle(self, client: str, request: p.Request, now: float) -> list[To]:
         return _to(self.calls.handle(Call(client, request, now), now))

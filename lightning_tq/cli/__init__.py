@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -94,16 +95,23 @@ def _run(name: str, args: Sequence[str]) -> int:
         return status
     except KeyboardInterrupt:  # often while torch is imported
         return INTERRUPTED
-    except BrokenPipeError:  # who read the output has gone, as with "| head"
-        if name in _WITH_TRACEBACKS:
-            raise
-        discard_output()
-        return 0
     except TransferQueueError as error:
         if name in _WITH_TRACEBACKS:
             raise
         sys.stderr.write(f"error: {error}\n")
         return 2
+    except OSError as error:
+        if name in _WITH_TRACEBACKS or error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        return _without_output(error)
+
+
+def _without_output(error: OSError) -> int:
+    discard_output()
+    if error.errno == errno.EPIPE:  # who read it has gone, as with "| head"
+        return 0
+    sys.stderr.write(f"error: the output can't be written: {error}\n")
+    return 2
 
 
 def discard_output() -> None:

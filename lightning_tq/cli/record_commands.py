@@ -232,25 +232,24 @@ def _plain(value: Any) -> Any:
 
 def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
     from rich.table import Column, Table
-    from rich.text import Text
 
-    from lightning_tq.queue_report import show
+    from lightning_tq.queue_report import literal, show
 
     if as_json:
         print("\n".join(msgspec.json.encode(row).decode() for row in rows))  # NaN as null: JSON has none
         return
     names = dict.fromkeys(name for row in rows for name, value in row.items() if value is not None)
-    headers = [Column(Text(name)) for name in names]  # no markup
+    headers = [Column(literal(name)) for name in names]
     table = Table(*headers, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for row in rows:
-        table.add_row(*(Text(_cell(row.get(name))) for name in names))
+        table.add_row(*(literal(_cell(row.get(name))) for name in names))
     show(table)
 
 
 def _cell(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_cell, value))}]"
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value).replace("\n", r"\n")
 
 
 # ---- simulate ----

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.rank_zero import rank_zero_only
 from omegaconf import OmegaConf
 
 # Imported so that a configuration can name the callbacks without their module.
@@ -46,6 +48,7 @@ from transfer_queue.errors import (
     TransferQueueError,
 )
 
+_TERMINATED = 143
 _SELF_EXPLANATORY = (
     BatchTimeoutError,
     GateStarvedError,
@@ -179,7 +182,9 @@ def _config_files(args: Sequence[str]) -> Iterator[tuple[Path, str]]:
 
 
 def run(args: Sequence[str] | None, make: Callable[[], TQCLI] = TQCLI) -> int:
-    """Run a Trainer's subcommand. Returns the exit code: 0, 1 for a failed run, 2 for a wrong configuration."""
+    """Run a Trainer's subcommand. Returns the exit code: 0, 1 for a failed run, 2 for a wrong configuration, 143 for
+    one that SIGTERM has ended.
+    """
     if args is not None:
         sys.argv = [sys.argv[0], *args]  # ranks in new processes get these arguments
     here = os.getcwd()
@@ -194,6 +199,11 @@ def run(args: Sequence[str] | None, make: Callable[[], TQCLI] = TQCLI) -> int:
             raise  # of the user's code, whose traceback says where
         sys.stderr.write(f"error: {error}\n")
         return 2 if is_refusal else 1
+    except SIGTERMException:
+        if getattr(rank_zero_only, "rank", 0):  # Lightning kills the first rank if another one fails
+            return 0
+        sys.stderr.write("error: SIGTERM has ended this run before its end.\n")
+        return _TERMINATED
     if isinstance(cli.datamodule, TQDataModule):
         cli.datamodule.close()
     return 0

@@ -327,9 +327,15 @@ class ProducerGroup:
 def _end(processes: list[ProducerProcess]) -> None:
     for process in processes:
         process.terminate()
-    for process in processes:
-        process.reap()
-    processes.clear()
+    try:
+        for process in processes:
+            process.reap()
+    except BaseException:  # an impatient Ctrl-C
+        for process in processes:
+            process.signal(signal.SIGKILL)
+        raise
+    finally:
+        processes.clear()
 
 
 def _environment(producer: Producer, worker: int, address: str, key_file: str | None) -> Mapping[str, str]:

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,7 +25,7 @@ from tensordict import NonTensorStack, TensorDict
 import transfer_queue as tq
 from tests.own_processes import SLOW
 from transfer_queue import protocol as p
-from transfer_queue.errors import InvalidRequestError, UnitLostError
+from transfer_queue.errors import InvalidRequestError, LaunchError, UnitLostError
 
 JOIN_S = 20.0 * SLOW
 
@@ -34,6 +35,16 @@ class Pickled:
 
     def __reduce__(self) -> Any:
         return (os.abort, ())
+
+
+def test_a_queue_that_may_have_no_more_threads_names_the_limit(monkeypatch):
+    def refuse(_):  # as the system does at ``ulimit -u``, which does not hold for root
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(LaunchError, match=r"no more processes and threads .* Raise the limit \(ulimit -u"):
+        tq.init()
+    assert not psutil.Process().children()
 
 
 @pytest.mark.programs

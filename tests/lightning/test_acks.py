@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from producing import fill
 from recorders import Recorder
 
@@ -196,14 +197,17 @@ def test_samples_after_the_last_checkpoint_stay_when_consumed_ones_are_cleared(
 
 
 @pytest.mark.parametrize(
-    ("ack", "asynchronous", "first"),
+    ("ack", "background", "first"),
     [
-        *((ack, False, [0, 0, 0, 1, 1, 1, 2, 2]) for ack in ("auto", "checkpoint", "step", "never")),
-        ("auto", True, [0, 0, 0, 0, 0, 0, 1, 1]),  # one checkpoint later, when theirs is surely complete
+        *((ack, {}, [0, 0, 0, 1, 1, 1, 2, 2]) for ack in ("auto", "checkpoint", "step", "never")),
+        # One checkpoint later, when all files of theirs are surely complete.
+        ("auto", {"callbacks": [TQCheckpoint(asynchronous=True)]}, [0, 0, 0, 0, 0, 0, 1, 1]),
+        ("never", {"plugins": [AsyncCheckpointIO()]}, [0, 0, 0, 0, 0, 0, 1, 1]),
     ],
+    ids=["auto", "checkpoint", "step", "never", "in the background", "in Lightning's background"],
 )
 def test_finished_partitions_are_cleared_after_the_next_checkpoint_whatever_is_acknowledged(
-    data: Make, trainer: MakeTrainer, tmp_path: Path, ack: str, asynchronous: bool, first: list[int]
+    data: Make, trainer: MakeTrainer, tmp_path: Path, ack: str, background: dict[str, Any], first: list[int]
 ) -> None:
     dm = data(train=stream("train@{epoch}"), ack=ack)
     for epoch in range(4):
@@ -214,9 +218,10 @@ def test_finished_partitions_are_cleared_after_the_next_checkpoint_whatever_is_a
         def on_train_batch_end(self, *_: Any) -> None:
             there.append(dm.client.get_partition_list())
 
-    saves = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=3)
-    callbacks = [PartitionSwitch(), Record(), saves, *([TQCheckpoint(asynchronous=True)] if asynchronous else [])]
-    trainer(max_epochs=4, callbacks=callbacks, enable_checkpointing=True).fit(Recorder(), datamodule=dm)
+    saves = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=3, save_last=True)
+    callbacks = [PartitionSwitch(), Record(), saves, *background.get("callbacks", [])]
+    options = {**background, "callbacks": callbacks}
+    trainer(max_epochs=4, enable_checkpointing=True, **options).fit(Recorder(), datamodule=dm)
     # Saved after batches 3 and 6, which are the first of epoch 1 and the second of epoch 2.
     assert [next(int(name[-1]) for name in names) for names in there] == first
 

@@ -106,6 +106,12 @@ def test_a_resume_with_another_batch_size_is_refused_without_a_traceback(
     assert said.startswith("error: the checkpoint is at batch 1 of partition 'train@0' in stream 'train', which was")
 
 
+def test_a_run_that_sigterm_ends_is_no_success(config: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    ends = {"model.init_args": {"fail_at": 1, "how": "SIGTERM"}, "data.val": None}
+    assert lightning_tq(["fit", "--config", config({**without_producers(), **ends})]) == 143
+    assert capsys.readouterr().err.splitlines()[-1] == "error: SIGTERM has ended this run before its end."
+
+
 @pytest.mark.programs
 def test_modules_beside_a_configuration_are_found_also_by_its_producers(
     config: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

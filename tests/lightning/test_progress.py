@@ -37,8 +37,8 @@ def test_a_batch_is_due_once_it_is_stepped_or_in_a_written_checkpoint(
     progress.begin(Position(partition_id="p", epoch=0), False, {})
     delivered: list[Position] = []
     trained = stepped = due = acked = 0
-    saved = [0] * (1 + in_background)  # batches before the position of each checkpoint
-    for move in [*moves, "step", "save", "save", "ack"]:
+    saved, is_new = [0] * (1 + in_background), True  # batches before the position of each checkpoint
+    for move in [*moves, "step", "save", "step", "save", "ack"]:
         if move == "deliver":
             position = after(len(delivered))
             delivered.append(position)
@@ -49,12 +49,14 @@ def test_a_batch_is_due_once_it_is_stepped_or_in_a_written_checkpoint(
             trained += 1
         elif move == "step":
             progress.step()
-            stepped = trained
+            stepped, is_new = trained, True
             due = due if waits else stepped // 2
         elif move == "save":
             progress.save()
             waits = ack != "step"
-            saved.append(stepped // 2)
+            if is_new or not in_background:  # all files of one step are one checkpoint
+                saved.append(stepped // 2)
+            is_new = False
             due = max(due, saved[-1 - in_background])
         elif move == "ack":
             acked = max([acked, *(batch.index for batch in cast(Any, progress.take_due()).values())])

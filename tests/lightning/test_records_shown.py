@@ -32,3 +32,15 @@ def test_samples_are_shown_whatever_their_tags_are_named(
     }  # fmt: skip
     assert lightning_tq(["records", str(tmp_path / "record"), "--step", "0"]) == 0
     assert "[/b]" in capsys.readouterr().out
+
+
+def test_what_a_terminal_would_obey_is_shown_as_text(
+    tmp_path: Path, data: Callable[..., TQDataModule], capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = data(train=stream()).client
+    client.register_task("copy", follows="learn")
+    client.put({"text": ["\x1b[31mé\r\n"]}, partition_id="train")
+    client.get_meta(["text"], 1, "train", task_name="learn", sampling_config={"dp_rank": 0, "batch_index": 0})
+    client.save_batches(tmp_path / "record" / "000000", "copy")
+    assert lightning_tq(["records", str(tmp_path / "record"), "--step", "0"]) == 0
+    assert r"�[31mé�\n" in capsys.readouterr().out

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -70,6 +72,23 @@ def test_the_failure_after_the_last_restart_ends_the_run(
         f"with exit code 3. It is started again in {then}. Its last line on stderr: engine crashed, worker 0"
         for then in ("1 s, with 1 restart left after that", "2 s, with 0 restarts left after that")
     ]
+
+
+def test_ctrl_c_while_a_group_ends_kills_what_is_left_of_it(data: Callable[..., TQDataModule], tmp_path: Path) -> None:
+    command = ["sh", "-c", f"trap '' TERM; echo $$ > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid; exec sleep 1000"]
+    group, pid = ProducerGroup([Producer(target=command)]), tmp_path / "pid"
+    group.start(data().address)
+    while not pid.exists():
+        threading.Event().wait(0.05)
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        group.end()
+    timer.join()
+    status = Path("/proc", pid.read_text().strip(), "status")
+    while status.exists() and "zombie" not in status.read_text():
+        threading.Event().wait(0.05)
+    assert group.running() is None
 
 
 def test_a_process_that_is_to_be_started_again_counts_as_running_and_ends_with_its_group(

@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import (
     RichProgressBar,
     TQDMProgressBar,
 )
+from lightning.pytorch.tuner import Tuner
 from producing import fill, rows
 from recorders import Recorder
 from tqdm import tqdm
@@ -134,10 +135,23 @@ def test_callbacks_that_use_up_samples_are_refused(data: Make, trainer: MakeTrai
     fill(dm.client, "train", TRAIN_ROWS)
     model = Recorder()
     with pytest.raises(
-        InvalidRequestError, match=f"{type(finder).__name__} runs training steps .* use up samples of the queue"
+        InvalidRequestError, match=f"{type(finder).__name__} tries settings on batches, .* use up samples of the queue"
     ):
         trainer(callbacks=[finder]).fit(model, datamodule=dm)
     assert model.indexes() == []
+
+
+@pytest.mark.parametrize("tune", ["lr_find", "scale_batch_size"])
+def test_a_tuner_is_refused_before_the_run_and_takes_nothing_from_the_fit_that_follows(
+    data: Make, trainer: MakeTrainer, tune: str
+) -> None:
+    dm = data(train=stream("train"))
+    indexes = fill(dm.client, "train", TRAIN_ROWS)
+    model, fitted = Recorder(), trainer()
+    with pytest.raises(InvalidRequestError, match="use up samples of the queue"):
+        getattr(Tuner(fitted), tune)(model, datamodule=dm)
+    fitted.fit(model, datamodule=dm)
+    assert model.indexes() == indexes
 
 
 def test_everything_at_once(data: Make, trainer: MakeTrainer, tmp_path: Path) -> None:

@@ -83,8 +83,13 @@ class LocalQueue(Servers):
         super().__init__()
         try:
             self.conf = self._start(self._with_backend(conf))
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, BlockingIOError) or "can't start new thread" in str(error):
+                raise LaunchError(
+                    f"the queue did not start, because this user or container may have no more processes and threads "
+                    f"({error}). Raise the limit (ulimit -u, or that of the container), or end some."
+                ) from error
             raise
 
     @property

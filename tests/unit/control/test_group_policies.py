@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 import sys
@@ -16,8 +15,6 @@ from tests.unit.control.control_kit import load, refused, save
 from tests.unit.control.groups_kit import PART, TRAINER, WORKER, Queue
 from transfer_queue import GroupSampler
 from transfer_queue import protocol as p
-from transfer_queue.calls import PIECE, Turn
-from transfer_queue.calls.turn import TURN_S
 from transfer_queue.errors import SamplerError
 
 SLOW_SCHEDULES, FAST_SCHEDULES = 10_000, 100
@@ -522,11 +519,11 @@ def test_a_row_without_a_length_is_named_where_ranks_are_balanced_by_it():
 
 
 def test_a_retry_whose_partition_is_cleared_meanwhile_says_so():
-    queue = Queue(check=False)
-    queue.add(3 * PIECE)
-    for lease in queue.lease(count=3 * PIECE):
+    queue, count = Queue(check=False), 6_000
+    queue.add(count)
+    for lease in queue.lease(count=count):
         queue.end(lease, "reject", "no use")
-    queue.plane.calls.turn = Turn(itertools.count(step=TURN_S / 2).__next__)  # one look each
+    queue.plane.make_turns_short()
     number = queue.number()
     assert queue.plane.handle(TRAINER, p.RetryGroups(number, PART, "group.state == 'rejected'"), 0.0) == []
     queue.ask(TRAINER, p.ClearPartition, PART)
