@@ -20,6 +20,7 @@ import psutil
 from benchmarks.common import arguments, in_fresh_process, report
 from tests.local_plane import LocalPlane
 from transfer_queue import protocol as p
+from transfer_queue.calls import Turn
 
 FIELDS = {name: p.FieldSpec("int64", (1024,)) for name in ("input_ids", "attention_mask", "rewards")}
 NAMES = list(FIELDS)
@@ -76,6 +77,7 @@ class Queue:
     def __init__(self, size: Size, **config: Any) -> None:
         self.size = size
         self.plane = LocalPlane(**config)
+        self.plane.calls.turn = Turn(time.process_time)  # a server's has a clock, too; others' work is not its own
         self.now = 0.0
         self._calls = itertools.count(1)
         self.partitions = [f"train@{number}" for number in range(size.partitions)]
