@@ -44,6 +44,7 @@ from lightning_tq.trainer_compat import (
     ignore_harmless_warnings,
     keeps_checkpoints,
     only_note_sigterm,
+    refuse_async_checkpoints,
     refuse_finders,
     resume_path,
 )
@@ -126,7 +127,7 @@ class TQDataModule(LightningDataModule):
         """Of training, in the queue at ``_progress_address``. It outlives its run."""
         self._progress_address: str | None = None
         self._is_untouched = False
-        """Whether a queue that was open before has nothing of the run that is being set up."""
+        """Whether the run that is being set up has changed nothing in a queue that was open before."""
         self._partitions_at_start: dict[str, int] = {}  # on the first rank: before this run's producers
         if not self._streams["val"]:  # Lightning expects validation wherever val_dataloader is defined
             warnings.filterwarnings("ignore", "You passed in a `val_dataloader` but have no `validation_step`")
@@ -225,9 +226,12 @@ class TQDataModule(LightningDataModule):
         if entry == "fit":
             every_n_steps = [each.every_n_steps for each in callbacks_of(trainer) if isinstance(each, PublishWeights)]
             check_slots(trainer, self._streams["train"][0], max(every_n_steps, default=1))
-        self._is_untouched = False
+            waits = self._ack in ("auto", "checkpoint") or self._switch(trainer).clear_finished
+            is_live = self._streams["train"][0].record is None
+            refuse_async_checkpoints(trainer, (waits and is_live) or writes_in_background(trainer))
         self._group = ProducerGroup(self._producers if trainer.is_global_zero else ())
         shared = run_on_rank_zero(trainer, lambda: self._prepare(entry, topology, streams))
+        self._is_untouched = False
         rank_zero_info(f"Queue: {shared.address} (watch it with: lightning-tq status --watch {shared.address})")
         self._members = RunMembers()
         run_on_every_rank(trainer, lambda: self._members.join(trainer, self._connection, self._queue_config, shared))
@@ -262,6 +266,7 @@ class TQDataModule(LightningDataModule):
         trains_queue = entry == "fit" and self._streams["train"][0].record is None
         if trains_queue and self._ack in ("auto", "checkpoint"):
             check_checkpoints(trainer, self._streams["train"][0], topology.dp_size, self.client.get_stats()["capacity"])
+        self._is_untouched = False
         if entry == "fit" and checkpoint is not None and not replays:
             train = self._streams["train"][0]
             restore_queue(self.client, checkpoint, self._switch(trainer).pattern(train, "train"), train.task)

@@ -147,7 +147,7 @@ class AckRule:
     keeps_checkpoints: bool
     """Whether the run keeps checkpoints from its start. With ``ack="auto"``, a batch then waits for one."""
     in_background: bool = False
-    """Whether a checkpoint may be incomplete until the next one is saved. Acks then wait for that."""
+    """Whether a checkpoint may be incomplete until one of a later step is saved. Acks then wait for that."""
 
 
 class Progress:
@@ -185,7 +185,7 @@ class Progress:
         self.kept = 0
         """Batches of all partitions that were trained completely and are not acknowledged yet."""
         self.saved = 0
-        """Checkpoints that were saved; the last one may still be incomplete."""
+        """Checkpoints that were saved; the last one may be incomplete. In the background, those of a step are one."""
         self.written = 0
         """Checkpoints that a resume can surely use."""
         self._holds_all = False

@@ -212,12 +212,11 @@ class Run:
         if self._is_last_partition(reader):  # otherwise the Trainer would loop through empty epochs
             self.trainer.should_stop = True
             if not self.training_ends(progress.epoch + 1 - self.epoch):
-                advice = "The record holds no further one."
+                advice = "For more epochs on the same samples, set Stream(replay=True). "
                 if reader.reads_queue:
-                    advice = (
-                        "For more epochs on the same samples, set Stream(replay=True). For one per epoch: "
-                        "'train@{epoch}'."
-                    )
+                    advice += "For one per epoch: 'train@{epoch}'."
+                else:
+                    advice += "The record holds no further one for this stream."
                 rank_zero_info(
                     f"Partition {progress.partition!r} was read to its end, so training stops after this epoch. "
                     f"{advice}"

@@ -116,19 +116,23 @@ def early_checkpoint_path(trainer: Trainer) -> str | None:
     return None
 
 
-def async_checkpoint_io(trainer: Trainer) -> AsyncCheckpointIO | None:
-    """What writes this Trainer's checkpoints in the background, if Lightning does so."""
+def refuse_async_checkpoints(trainer: Trainer, needs_them: bool) -> None:
+    """Raise ConfigError where Lightning writes checkpoints in the background, so that nobody knows when one is there.
+
+    It also removes the one before at once.
+
+    Args:
+        needs_them: Whether samples are acknowledged or cleared once a checkpoint is written.
+    """
     plugin: CheckpointIO | None = trainer.strategy.checkpoint_io
     while isinstance(plugin, _WrappingCheckpointIO) and not isinstance(plugin, AsyncCheckpointIO):
         plugin = plugin.checkpoint_io
-    return plugin if isinstance(plugin, AsyncCheckpointIO) else None
-
-
-def finish_async_writing(trainer: Trainer) -> None:
-    """Wait until Lightning has written the checkpoints that it was given so far."""
-    plugin = async_checkpoint_io(trainer)
-    if plugin is not None and plugin._executor is not None:
-        plugin._executor.submit(lambda: None).result()  # it works on one at a time
+    if needs_them and isinstance(plugin, AsyncCheckpointIO):
+        raise ConfigError(
+            "with Lightning's AsyncCheckpointIO, a run that is killed may find no checkpoint that holds its samples. "
+            "Use TQCheckpoint(asynchronous=True) instead, which also writes checkpoints in the background. Or keep all "
+            "samples: TQDataModule(ack='never'), and PartitionSwitch(clear_finished=False) if there is one."
+        )
 
 
 def is_between_batches(trainer: Trainer) -> bool:

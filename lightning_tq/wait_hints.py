@@ -67,7 +67,9 @@ class WaitHints:
         asked = {"task": stream.task, "partition": partition, "fields": stream.fields, "writer": False}
         stats["waiting"].append({**asked, "waited_s": 0.0, "client": ""})  # it may be between two requests
         findings = diagnose(stats, units)
-        own = next(each for each in findings if each.kind == "fetch" and each.names == (stream.task, partition))
+        own = next((each for each in findings if each.kind == "fetch" and each.names == (stream.task, partition)), None)
+        if own is None:  # no finding is of a partition of the queue's own, which a PartitionSwitch may name
+            return
         age_s = reader.waiting_s() if repeats else None
         own = replace(own, what=f"stream {reader.label!r}", age_s=age_s, to_do=own.to_do[:-1])  # all but to wait longer
         puts = [each for each in findings if each.kind == "put" and each.to_do]

@@ -11,7 +11,7 @@ from lightning_tq.batch import queue_batch
 from lightning_tq.callbacks.early_checkpoint import EarlyCheckpoint
 from lightning_tq.loader import StreamReader
 from lightning_tq.run import Run, run_of
-from lightning_tq.trainer_compat import check_steps_of_draw, correct_progress, finish_async_writing
+from lightning_tq.trainer_compat import check_steps_of_draw, correct_progress
 
 
 class AckBatches(Callback):
@@ -71,7 +71,6 @@ class AckBatches(Callback):
             reader.tell_trained()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        finish_async_writing(trainer)  # so that an ack knows: once a checkpoint is saved, the one before is written
         correct_progress(checkpoint, self._unstepped)
         for reader in _trained(trainer):
             reader.progress.save()

@@ -21,7 +21,7 @@ from lightning_tq.callbacks.background_worker import BackgroundWorker
 from lightning_tq.checks import list_names
 from lightning_tq.run import run_of
 from lightning_tq.topology import run_on_rank_zero
-from lightning_tq.trainer_compat import async_checkpoint_io, callbacks_of, finish_async_writing
+from lightning_tq.trainer_compat import callbacks_of
 from transfer_queue import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -94,11 +94,6 @@ class TQCheckpoint(Callback):
             for name in ("save_checkpoint", "remove_checkpoint"):
                 self._strategy.__dict__.pop(name, None)
         if self.asynchronous:
-            if async_checkpoint_io(self._trainer) is not None:
-                raise ConfigError(
-                    "TQCheckpoint(asynchronous=True) writes checkpoints in the background, and so does Lightning's "
-                    "AsyncCheckpointIO. Leave that plugin out, or use asynchronous=False."
-                )
             if type(strategy).save_checkpoint is not Strategy.save_checkpoint:
                 raise ConfigError(
                     f"TQCheckpoint(asynchronous=True) needs a strategy that writes a checkpoint on one rank, and "
@@ -224,9 +219,8 @@ class TQCheckpoint(Callback):
 
 
 def writes_in_background(trainer: Trainer) -> bool:
-    """True where a checkpoint may be incomplete until the next one is saved."""
-    ours = any(isinstance(each, TQCheckpoint) and each.asynchronous for each in callbacks_of(trainer))
-    return ours or async_checkpoint_io(trainer) is not None
+    """True where a checkpoint may be incomplete until one of a later step is saved."""
+    return any(isinstance(each, TQCheckpoint) and each.asynchronous for each in callbacks_of(trainer))
 
 
 def finish_writing(trainer: Trainer) -> None:
@@ -234,7 +228,6 @@ def finish_writing(trainer: Trainer) -> None:
     for each in callbacks_of(trainer):
         if isinstance(each, TQCheckpoint):
             each.finish_writing()
-    finish_async_writing(trainer)
 
 
 def _is_url(path: AnyPath) -> bool:

@@ -101,7 +101,7 @@ def _run(name: str, args: Sequence[str]) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 2
     except OSError as error:
-        if name in _WITH_TRACEBACKS or error.errno not in (errno.EPIPE, errno.ENOSPC):
+        if name in _WITH_TRACEBACKS or error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
             raise
         return _without_output(error)
 

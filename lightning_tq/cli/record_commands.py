@@ -249,7 +249,9 @@ def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
 def _cell(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_cell, value))}]"
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value).replace("\n", r"\n")
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "" if value is None else str(value).expandtabs().replace("\n", r"\n")
 
 
 # ---- simulate ----

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, NoReturn
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning_utilities.core.rank_zero import rank_zero_only
 from omegaconf import OmegaConf
 
 # Imported so that a configuration can name the callbacks without their module.
@@ -200,8 +199,8 @@ def run(args: Sequence[str] | None, make: Callable[[], TQCLI] = TQCLI) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 2 if is_refusal else 1
     except SIGTERMException:
-        if getattr(rank_zero_only, "rank", 0):  # Lightning kills the first rank if another one fails
-            return 0
+        if os.environ.get("LOCAL_RANK", "0") != "0" and "TORCHELASTIC_RUN_ID" not in os.environ:
+            return 0  # Lightning has started this rank, and kills the first one if it fails
         sys.stderr.write("error: SIGTERM has ended this run before its end.\n")
         return _TERMINATED
     if isinstance(cli.datamodule, TQDataModule):

@@ -325,9 +325,9 @@ class ProducerGroup:
 
 
 def _end(processes: list[ProducerProcess]) -> None:
-    for process in processes:
-        process.terminate()
     try:
+        for process in processes:
+            process.terminate()
         for process in processes:
             process.reap()
     except BaseException:  # an impatient Ctrl-C

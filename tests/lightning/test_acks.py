@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from recorders import Recorder
 import transfer_queue as tq
 from lightning_tq import PartitionSwitch, TQCheckpoint, TQDataModule
 from tests.lightning.conftest import stream
+from transfer_queue.errors import ConfigError
 
 Make = Callable[..., TQDataModule]
 MakeTrainer = Callable[..., Trainer]
@@ -202,9 +204,8 @@ def test_samples_after_the_last_checkpoint_stay_when_consumed_ones_are_cleared(
         *((ack, {}, [0, 0, 0, 1, 1, 1, 2, 2]) for ack in ("auto", "checkpoint", "step", "never")),
         # One checkpoint later, when all files of theirs are surely complete.
         ("auto", {"callbacks": [TQCheckpoint(asynchronous=True)]}, [0, 0, 0, 0, 0, 0, 1, 1]),
-        ("never", {"plugins": [AsyncCheckpointIO()]}, [0, 0, 0, 0, 0, 0, 1, 1]),
     ],
-    ids=["auto", "checkpoint", "step", "never", "in the background", "in Lightning's background"],
+    ids=["auto", "checkpoint", "step", "never", "in the background"],
 )
 def test_finished_partitions_are_cleared_after_the_next_checkpoint_whatever_is_acknowledged(
     data: Make, trainer: MakeTrainer, tmp_path: Path, ack: str, background: dict[str, Any], first: list[int]
@@ -242,6 +243,28 @@ def test_finished_partitions_wait_for_the_next_checkpoint_once_one_was_saved_by_
     there: list[str] = []
     trainer(max_epochs=4, callbacks=[PartitionSwitch(), Save()]).fit(Recorder(), datamodule=dm)
     assert [int(name[-1]) for name in there] == [0, 0, 1, 1, 1, 1, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("ack", "callbacks", "is_refused"),
+    [
+        ("auto", [], True),
+        ("never", [PartitionSwitch()], True),
+        ("never", [TQCheckpoint(asynchronous=True)], True),
+        ("never", [PartitionSwitch(clear_finished=False)], False),
+    ],
+)
+def test_samples_don_t_wait_for_checkpoints_that_nobody_knows_to_be_written(
+    data: Make, trainer: MakeTrainer, tmp_path: Path, ack: str, callbacks: list[Callback], is_refused: bool
+) -> None:
+    dm, model = data(train=stream("train"), ack=ack), Recorder()
+    indexes = fill(dm.client, "train", 8)
+    saves = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1)
+    fitted = trainer(callbacks=[saves, *callbacks], plugins=[AsyncCheckpointIO()], enable_checkpointing=True)
+    with pytest.raises(ConfigError, match="AsyncCheckpointIO") if is_refused else nullcontext():
+        fitted.fit(model, datamodule=dm)
+    assert dm.client.get_stats()["partitions"]["train"]["samples"] == 8, "a refused fit leaves the queue open"
+    assert model.indexes() == ([] if is_refused else indexes)
 
 
 def test_contradicting_clear_and_ack_options_are_refused() -> None:

@@ -163,7 +163,10 @@ def test_a_replay_trains_every_recorded_batch_and_leaves_the_live_task_where_it_
     replay = TQDataModule(train=stream(read["partition"], clear_consumed=True, replay_from=str(tmp_path / "record")))
     trainer(max_epochs=9, callbacks=[PartitionSwitch(), PublishWeights()]).fit(again, replay)
     assert [(noted[0][0], noted[3]) for noted in again.noted] == record
-    assert "training stops after this epoch. The record holds no further one." in caplog.text
+    assert (
+        "training stops after this epoch. For more epochs on the same samples, set Stream(replay=True). The record"
+        in caplog.text
+    )
     assert client.get_partition_list() == ["train@0", "train@1"], "nothing is cleared or published"
     assert [task_of(client, name) for name in ("train@0", "train@1")] == before
     rest = Noting()
