@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import _thread
 import contextlib
-import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -249,8 +248,10 @@ class _Helper:
     def __init__(self, chunks: _Chunks, errors: list[BaseException]) -> None:
         self._chunks = chunks
         self._errors = errors
-        self._started = False
-        self._over = threading.Event()
+        self._started = self._is_over = False
+        # No Event: Ctrl-C amid its wait can leave its lock held for ever.
+        self._running = _thread.allocate_lock()
+        self._running.acquire()
 
     def start(self) -> None:
         """Raises RuntimeError if no thread is available."""
@@ -263,12 +264,13 @@ class _Helper:
         except BaseException as error:  # raised again by the thread that waits for this one
             self._errors.append(error)
         finally:
-            self._over.set()
+            self._is_over = True
+            self._running.release()
 
     def wait(self) -> None:
         """After this the helper writes no more. All chunks must have been taken, because it may still start later."""
-        if self._started:
-            self._over.wait()
+        while self._started and not self._is_over:
+            self._running.acquire()
 
 
 def _drain(chunks: _Chunks) -> None:
