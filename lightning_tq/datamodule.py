@@ -306,7 +306,7 @@ class TQDataModule(LightningDataModule):
     def on_exception(self, exception: BaseException) -> None:
         if self._is_in_use():  # it is of another Trainer, which was refused
             return
-        if not self._is_untouched:  # else the run was refused, and whoever opened the queue may have filled it
+        if not self._is_untouched:  # else the run was refused, and its user may have filled the queue
             self.close()
 
     def _end_run(self, failed: bool) -> None:

@@ -199,16 +199,14 @@ def test_samples_after_the_last_checkpoint_stay_when_consumed_ones_are_cleared(
 
 
 @pytest.mark.parametrize(
-    ("ack", "background", "first"),
+    ("ack", "asynchronous", "first"),
     [
-        *((ack, {}, [0, 0, 0, 1, 1, 1, 2, 2]) for ack in ("auto", "checkpoint", "step", "never")),
-        # One checkpoint later, when all files of theirs are surely complete.
-        ("auto", {"callbacks": [TQCheckpoint(asynchronous=True)]}, [0, 0, 0, 0, 0, 0, 1, 1]),
+        *((ack, False, [0, 0, 0, 1, 1, 1, 2, 2]) for ack in ("auto", "checkpoint", "step", "never")),
+        ("auto", True, [0, 0, 0, 0, 0, 0, 1, 1]),  # one checkpoint later, when all files of theirs are surely complete
     ],
-    ids=["auto", "checkpoint", "step", "never", "in the background"],
 )
 def test_finished_partitions_are_cleared_after_the_next_checkpoint_whatever_is_acknowledged(
-    data: Make, trainer: MakeTrainer, tmp_path: Path, ack: str, background: dict[str, Any], first: list[int]
+    data: Make, trainer: MakeTrainer, tmp_path: Path, ack: str, asynchronous: bool, first: list[int]
 ) -> None:
     dm = data(train=stream("train@{epoch}"), ack=ack)
     for epoch in range(4):
@@ -220,9 +218,8 @@ def test_finished_partitions_are_cleared_after_the_next_checkpoint_whatever_is_a
             there.append(dm.client.get_partition_list())
 
     saves = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=3, save_last=True)
-    callbacks = [PartitionSwitch(), Record(), saves, *background.get("callbacks", [])]
-    options = {**background, "callbacks": callbacks}
-    trainer(max_epochs=4, enable_checkpointing=True, **options).fit(Recorder(), datamodule=dm)
+    callbacks = [PartitionSwitch(), Record(), saves, *([TQCheckpoint(asynchronous=True)] if asynchronous else [])]
+    trainer(max_epochs=4, callbacks=callbacks, enable_checkpointing=True).fit(Recorder(), datamodule=dm)
     # Saved after batches 3 and 6, which are the first of epoch 1 and the second of epoch 2.
     assert [next(int(name[-1]) for name in names) for names in there] == first
 

@@ -222,13 +222,13 @@ class Draw:
             if self.sampler_args or not _draws_rounds(type(self.sampler)) or self._remembers():
                 return self._by_rank() if has_enough or self._is_cached() else None
             sampler: Any = self.sampler
-            return (self._asked(sampler.round) or None) if has_enough else None
+            return (self._round_by(sampler.round) or None) if has_enough else None
 
     def _remembers(self) -> bool:
         """Whether the sampler has some memory of this task."""
         return bool(self.sampler._states.get(self.partition.name, {}).get(self.consumer.task))
 
-    def _asked(self, draw: Callable[[Round], list[list[int]]]) -> list[Share]:
+    def _round_by(self, draw: Callable[[Round], list[list[int]]]) -> list[Share]:
         """The round in one step: a call per rank takes 40 us, which is too long for a thousand ranks in one turn."""
         column = self.partition.table.column("index")
         view, seen = ReadyView(self.ready, column), PartitionView(self.partition)
@@ -332,7 +332,7 @@ class Draw:
             return []
         with foreign(self.sampler, self.consumer.task):
             if isinstance(self.sampler, GroupSampler):
-                return self._asked(self.sampler.last_round)
+                return self._round_by(self.sampler.last_round)
             return self._tail(policy)
 
     def _tail(self, policy: str) -> list[Share]:
