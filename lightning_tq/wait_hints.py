@@ -15,6 +15,7 @@ from lightning_tq.loader import StreamReader
 from lightning_tq.producers.group import ProducerProcess
 from lightning_tq.trainer_compat import callbacks_of, fetches_ahead
 from transfer_queue import Finding, TransferQueueClient, diagnose
+from transfer_queue.diagnosis import ACK_SOONER, CLEAR
 from transfer_queue.errors import TransferQueueError
 
 _LOOK_EVERY_S = 10.0
@@ -124,7 +125,8 @@ def _queue_is_full(wait: StreamWait) -> Found:
         return None
     first, more = wait.puts[0], len(wait.puts) - 1
     what = first.what + (f", the first of {more + 1} puts," if more else "")
-    put = replace(first, what=what, age_s=None, to_do=(*_clearing(wait), *first.to_do[-2:]))
+    *others, larger, longer = (each for each in first.to_do if each not in (ACK_SOONER, CLEAR))
+    put = replace(first, what=what, age_s=None, to_do=(*others, *_clearing(wait), larger, longer))
     if kept := _kept(wait):
         put = replace(put, held_up_by=(*first.held_up_by, f"among them {kept:,} trained batch{'es' * (kept != 1)}"))
     return "full", f"{wait.finding.statement}, and the queue is full: {put}"
@@ -140,8 +142,8 @@ def _clearing(wait: StreamWait) -> Iterator[str]:
     if _kept(wait):
         if wait.reader.progress.waits_for_checkpoints:
             yield "save checkpoints more often (ModelCheckpoint(every_n_train_steps=...))"
-        yield "acknowledge without a checkpoint (TQDataModule(ack='step'))"
-        return
+            yield "acknowledge without a checkpoint (TQDataModule(ack='step'))"
+        return  # the next step acknowledges the others
     if not wait.run.clears_finished:
         yield "add the callback PartitionSwitch(), which clears finished partitions"
     if not wait.reader.stream.clear_consumed:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ Numbers = Mapping[str, Any]
 _GENERATION_ABOVE = 0.1
 """Share of the time that training waited from which generation counts as the bottleneck."""
 _CLEARED = "cleared (clear_consumed, clear_partition)"
+CLEAR = "clear consumed samples or partitions"
+ACK_SOONER = "let the trainer acknowledge sooner (checkpoints more often, or ack='step')"
 _FULL_FROM = 0.95
 """Share of the memory."""
 _IDLE_FROM_S = 10.0
@@ -213,7 +216,7 @@ def _full(stats: Numbers, puts: Sequence[Finding]) -> Iterator[Finding]:
     )
     number = len(blocked)
     waits = f"{number} put{'s' * (number != 1)} wait{'s' * (number == 1)} for room" if number else ""
-    to_do = blocked[0].to_do if blocked else ("clear consumed samples or partitions",)
+    to_do = blocked[0].to_do if blocked else (CLEAR,)
     yield Finding(
         kind="full", what="the queue", age_s=max((each.age_s or 0.0 for each in blocked), default=None), to_do=to_do,
         held_up_by=("is full", *filter(None, (*holds, waits)), *stats["keepers"], *_idle(stats)),
@@ -304,7 +307,7 @@ def _put(stats: Numbers, waiting: Numbers) -> Finding:
     found = Finding(
         kind="put", names=(client,), what=f"a put of {client}", waits_for=room, age_s=waiting.get("waited_s"),
         held_up_by=stats["keepers"], client=client,
-        to_do=(*_freeing(stats["keepers"]), f"raise {setting}", "raise put_timeout_s"),
+        to_do=(*_freeing(stats), f"raise {setting}", "raise put_timeout_s"),
     )  # fmt: skip
     savers = tuple(f"client {name} saves one" for name, held in stats["clients"].items() if held.get("freezes"))
     if savers and nbytes is None and (size is None or stats["used"] + (waiting["wanted"] or 0) <= size):
@@ -312,11 +315,26 @@ def _put(stats: Numbers, waiting: Numbers) -> Finding:
     return found
 
 
-def _freeing(keepers: Sequence[str]) -> Iterator[str]:
+def _freeing(stats: Numbers) -> Iterator[str]:
     """What frees room. Where all is consumed, samples that wait for their ack can't be cleared."""
-    if keepers and "has not acknowledged" in keepers[0]:
-        yield "let the trainer acknowledge sooner (checkpoints more often, or ack='step')"
-    yield "clear consumed samples or partitions"
+    behind = _behind(stats["partitions"].values())
+    for task, leader in behind:
+        yield f"start the reader of task {task!r} again if it has ended, because it follows task {leader!r}"
+        yield f"forget that task (lightning-tq forget-task {shlex.quote(task)})"
+    if not behind and stats["keepers"] and "has not acknowledged" in stats["keepers"][0]:
+        yield ACK_SOONER
+    yield CLEAR
+
+
+def _behind(partitions: Iterable[Numbers]) -> list[tuple[str, str]]:
+    """Each task that keeps more samples than the one that it follows, with that one. A recorder's is such a task."""
+    kept: Counter[str] = Counter()
+    leaders: dict[str, str] = {}
+    for partition in partitions:
+        for task, own in partition["tasks"].items():
+            kept[task] += own["in_flight_samples"]
+            leaders |= {task: own["follows"]} if "follows" in own else {}
+    return [(task, leader) for task, leader in leaders.items() if kept[task] > kept[leader]]
 
 
 def _kept(partition: Numbers) -> dict[str, tuple[int, int]]:
