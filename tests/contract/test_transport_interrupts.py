@@ -42,6 +42,7 @@ def interrupted(step: int, act: Callable[[], Any]) -> bool:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks only when tracing begins whether any frame has asked
     sys.settrace(trace)
     try:
         act()

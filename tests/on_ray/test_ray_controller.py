@@ -100,6 +100,23 @@ def test_the_snapshot_has_rows_by_global_index(polling: Actor) -> None:
         polling.clear_partition(name)
 
 
+def test_the_snapshot_of_a_restored_queue_has_tensors_where_its_indexes_are_small(one_node: None, tmp_path) -> None:
+    tq.init()
+    actor = Actor(ray.get_actor("TransferQueueController", namespace="transfer_queue"))
+    tq.kv_put("a", "p", {"x": torch.zeros(2)})
+    tq.save_checkpoint(str(tmp_path / "saved"))
+    actor.clear_partition("p")
+    tq.load_checkpoint(str(tmp_path / "saved"))
+    seen = actor.get_partition_snapshot("p")
+    assert (set(seen.keys_mapping), int(seen.production_status.sum())) == ({"a"}, 1)
+    tq.kv_put("b", "p", {"x": torch.zeros(2)})
+    seen = actor.get_partition_snapshot("p")
+    assert (set(seen.keys_mapping), seen.produced.tolist(), seen.consumption_status) == ({"a", "b"}, [[1], [1]], {})
+    with pytest.raises(ValueError, match="a gap at each load_checkpoint"):
+        _ = seen.production_status
+    tq.close()
+
+
 def test_a_partition_cleared_through_the_actor_frees_its_values(one_node: None) -> None:
     tq.init({"controller": {"polling_mode": True}, "backend": {"SimpleStorage": {"total_storage_size": 4}}})
     actor = Actor(ray.get_actor("TransferQueueController", namespace="transfer_queue"))

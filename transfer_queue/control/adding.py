@@ -43,16 +43,15 @@ class InHand(Holding):
         return True
 
 
-def begin(state: PlaneState, call: Call, request: p.Fetch, task: Task, dp_size: int | None) -> None:
+def begin(state: PlaneState, call: Call, request: p.Fetch, task: Task) -> None:
     """A client that adds fields asks for samples: it is a living producer of these fields.
 
     Raises InvalidRequestError.
     """
-    numbered = not request.dp_rank is request.batch_index is dp_size is None
-    if numbered or isinstance(task.sampler, GroupSampler):
+    if not request.dp_rank is request.batch_index is None or isinstance(task.sampler, GroupSampler):
         raise InvalidRequestError(
             f"a fetch with adds={request.adds} shares the samples of task {task.name!r} with other clients. So it has "
-            f"no dp_rank and no batch_index, and the task has no dp_size and no GroupSampler. Use another task name."
+            f"no dp_rank and no batch_index, and the task has no GroupSampler. Use another task name."
         )
     if both := set(request.adds) & set(request.fields):
         raise InvalidRequestError(

@@ -62,7 +62,9 @@ class Task:
                 f"(registered {self.dp_size}, fetch {fetch.dp_size}, sampler {own}). "
                 f"Use one dp_size everywhere."
             )
-        return sizes.pop() if sizes else None
+        size = sizes.pop() if sizes else None
+        is_nobodys = fetch.dp_rank is None and fetch.batch_index is None  # no rank's next batch, just the next samples
+        return None if size == 1 and is_nobodys else size
 
     def needed(self, fetch: Fetch) -> int:
         """The number of ready samples for a round of this fetch, for all ranks together."""

@@ -31,7 +31,7 @@ def fetch(state: PlaneState, call: Call, request: p.Fetch) -> p.Reply | Wait:
     if (trainer := state.leases.trainers.get(request.task)) is not None and trainer.batches:
         _hear_of_trained(state, call, request, dp_size)
     if request.adds:
-        adding.begin(state, call, request, task, dp_size)
+        adding.begin(state, call, request, task)
     return _Reader(state, call, request).begin(task, dp_size)
 
 

@@ -10,6 +10,10 @@ from typing import Any
 import torch
 
 from transfer_queue.client import TransferQueueClient
+from transfer_queue.errors import InvalidRequestError
+
+_MOST_ROWS = 2**28
+"""256 MiB for one column."""
 
 
 @dataclass
@@ -23,13 +27,13 @@ class PartitionSnapshot:
     """Reserved for the next samples."""
     field_name_mapping: dict[str, int]
     """Columns of ``production_status``."""
-    production_status: torch.Tensor
-    """int8 [largest index + 1, fields]: 1 where the sample has the field."""
-    consumption_status: dict[str, torch.Tensor]
-    """By task, int8 [largest index + 1]: 1 where the task has consumed the sample."""
     keys_mapping: dict[str, int]
     custom_meta: dict[int, dict[str, Any]]
     """Tags by index; samples without any are left out."""
+    produced: torch.Tensor | None
+    """int8 [samples, fields], in the order of their indexes: 1 where the sample has the field."""
+    consumed: dict[str, torch.Tensor | None]
+    """By task, int8 [samples], in the same order: 1 where the task has consumed the sample."""
 
     @classmethod
     def of(cls, client: TransferQueueClient, partition_id: str) -> PartitionSnapshot:
@@ -49,11 +53,40 @@ class PartitionSnapshot:
             set(taken),
             set(indexes[len(taken) :]),
             {name: column for column, name in enumerate(fields)},
-            _by_index(indexes, produced, (len(fields),)),
-            {task: _by_index(indexes, status, ()) for task, status in consumed.items()},
             keys,
             {index: dict(tag) for index, tag in zip(indexes, meta.custom_meta, strict=True) if tag},
+            produced,
+            consumed,
         )
+
+    @property
+    def production_status(self) -> torch.Tensor:
+        """int8 [largest index + 1, fields]: 1 where the sample has the field.
+
+        Raises:
+            InvalidRequestError: indexes are too large for tensors of so many rows.
+        """
+        return self._by_index(self.produced, self.total_fields_num)
+
+    @property
+    def consumption_status(self) -> dict[str, torch.Tensor]:
+        """By task, int8 [largest index + 1]: 1 where the task has consumed the sample. Raises as production_status."""
+        return {task: self._by_index(status) for task, status in self.consumed.items()}
+
+    def _by_index(self, status: torch.Tensor | None, *columns: int) -> torch.Tensor:
+        """The status of the partition's samples, in the rows of their indexes."""
+        reserved = {index for index in self.pre_allocated_global_indexes if index < _MOST_ROWS}
+        count = max(self.global_indexes | reserved, default=-1) + 1
+        if count > _MOST_ROWS:
+            raise InvalidRequestError(
+                f"partition {self.partition_id!r} has sample {count - 1}, and tensors with a row for each index up to "
+                f"there are too large: indexes leave a gap at each load_checkpoint. Read `produced` and `consumed`, "
+                f"which have a row per sample, in the order of sorted(global_indexes)."
+            )
+        rows = torch.zeros((count, *columns), dtype=torch.int8)
+        if status is not None and self.global_indexes:
+            rows[torch.tensor(sorted(self.global_indexes))] = status[: len(self.global_indexes)]
+        return rows
 
     @property
     def revert_keys_mapping(self) -> dict[int, str]:
@@ -87,11 +120,3 @@ class PartitionSnapshot:
     ) -> Mapping[int, Mapping[str, Any]]:
         """What a storage backend keeps with the values: nothing here."""
         return {}
-
-
-def _by_index(indexes: Sequence[int], status: torch.Tensor | None, columns: tuple[int, ...]) -> torch.Tensor:
-    """The status of the partition's samples, in the rows of their indexes."""
-    rows = torch.zeros((max(indexes, default=-1) + 1, *columns), dtype=torch.int8)
-    if status is not None and len(indexes):
-        rows[torch.tensor(indexes)] = status
-    return rows

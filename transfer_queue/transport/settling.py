@@ -31,10 +31,17 @@ class Settling(threading.Thread):
         self._nudged = Descriptors(self, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
 
     def nudge(self) -> None:
-        """Look at the connection again. The first of several threads that ask for it starts this one."""
+        """Look at the connection again. The first of several threads that ask for it starts this one.
+
+        Where no thread can start, as while Python 3.12 ends, what can be sent at once is.
+        """
         with contextlib.suppress(IndexError):
             self._to_start.pop()
-            self.start()
+            try:
+                self.start()
+            except RuntimeError:
+                self._to_start.append(None)
+                self._drive()
         os.eventfd_write(self._nudged.at(0), 1)
 
     def run(self) -> None:

@@ -67,6 +67,8 @@ class Sent:
         self.fates: list[str] = []
         self.reply: Reply | None = None
         self.is_under_way = True
+        self.goes_on = False
+        """A further step of it came, which has an answer of its own."""
         self.has_answer = False
         """The client said that it has the answer."""
 
@@ -225,8 +227,8 @@ class CallsMachine(RuleBasedStateMachine):
             assert sent.is_under_way, "it is answered once"
             assert answer.call.kind is sent.busy_with
             sent.is_under_way = False
-            if sent.kind is not sent.busy_with:
-                continue  # a further step has an answer of its own
+            if sent.goes_on:
+                continue
             sent.reply = answer.reply
             if isinstance(answer.reply, Failed):
                 sent.end(lambda token: "undone")
@@ -275,7 +277,7 @@ class CallsMachine(RuleBasedStateMachine):
         elif not sent.is_under_way and kind is sent.kind and not sent.has_answer:
             self.settled_then(call, [sent.reply])
         elif kind is GoOn and not sent.is_under_way:
-            sent.busy_with, sent.is_under_way = GoOn, True
+            sent.busy_with, sent.is_under_way, sent.goes_on = GoOn, True, True
             self.note(self.room.handle(call, self.now))
         else:
             self.settled_then(call, ["ProtocolError"])

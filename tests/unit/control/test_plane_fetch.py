@@ -385,6 +385,16 @@ def test_acknowledged_samples_are_not_drawn_again(plane):
     assert isinstance(fetch(plane, 1, 0, 2), p.NotReady)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_fetch_without_rank_takes_no_batch_of_the_only_rank(plane, first):
+    register(plane, dp_size=1)
+    put(plane, 6)
+    given = [batch(plane, 2, *which) for which in [[(0, 0), (None, None)], [(None, None), (0, 0)]][first]]
+    assert given == [[0, 1], [2, 3]]
+    assert batch(plane, 2, 0, 1) == [4, 5]
+    assert batch(plane, 2, 0, 0) == given[first]
+
+
 def test_rows_that_a_reader_has_had_may_be_cleared_when_it_asks_for_the_rest(plane):
     register(plane, dp_size=1, tail="pad")
     put(plane, 3)
