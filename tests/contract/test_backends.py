@@ -330,7 +330,12 @@ def test_a_writer_that_dies_before_its_publish_leaves_no_value(client, queue, na
     if queue.backend.storage_backend == "FilesByHand":
         pytest.skip("nobody knows the fields of what was never published")
     assert exit_code_of(put_and_die_before_the_publish, name, queue) == 7
-    assert until(lambda: not keys_in_files(queue) and not any(unit["values"] for unit in client.get_storage_stats()))
+
+    def is_empty() -> bool:
+        return not keys_in_files(queue) and not any(unit["values"] for unit in client.get_storage_stats())
+
+    # The server of a RayStore joins Ray to delete its first value, which takes 45 s beside two busy processes.
+    assert any(until(is_empty) for _ in range(8))
     assert client.get_stats()["partitions"].get(name, {"samples": 0})["samples"] == 0
 
 
