@@ -365,8 +365,7 @@ def _causes(facts: Numbers) -> Iterator[str]:
         return
     if facts.get("ready") is not None:
         yield f"{facts['ready']:,} ready"
-    for name, count in facts.get("lacking", {}).items():
-        yield f"{count:,} lack{'s' * (count == 1)} field {name!r}"
+    yield from _lacking(facts)
     for client, count in facts.get("in_hand", {}).items():
         yield f"client {client} has taken {count:,} to add a field, and not put it yet"
     if count := facts.get("unmatched"):
@@ -379,6 +378,17 @@ def _causes(facts: Numbers) -> Iterator[str]:
     yield from _losses(facts)
     yield from _held_back(facts)
     yield from _about_the_partition(facts)
+
+
+def _lacking(facts: Numbers, what: str = "") -> Iterator[str]:
+    for name, count in facts.get("lacking", {}).items():
+        yield f"{count:,}{what and f' {what}' + 's' * (count != 1)} lack{'s' * (count == 1)} field {name!r}"
+
+
+def _never_put(facts: Numbers) -> Iterator[str]:
+    if unknown := _unknown(facts):
+        known = ", ".join(map(repr, facts["known_fields"]))
+        yield f"nobody has put field {' or '.join(map(repr, unknown))} so far (there are {known})"
 
 
 def _losses(facts: Numbers) -> Iterator[str]:
@@ -401,9 +411,7 @@ def _without_sampler(facts: Numbers) -> list[str]:
 
 
 def _about_the_partition(facts: Numbers) -> Iterator[str]:
-    if unknown := _unknown(facts):
-        known = ", ".join(map(repr, facts["known_fields"]))
-        yield f"nobody has put field {' or '.join(map(repr, unknown))} so far (there are {known})"
+    yield from _never_put(facts)
     if not _is_short(facts):
         yield "Sampler returned no samples of those that are ready, or earlier fetches of the task still wait"
     elif facts.get("sealed"):
@@ -474,9 +482,14 @@ def _states_of(groups: Numbers) -> tuple[str, ...]:
 
 def _of_groups(facts: Numbers) -> Iterator[str]:
     yield from _states_of(facts["groups"]) or ("there are none",)
+    slots = facts["groups"]["slots"].get(facts["task"])
+    if facts["groups"]["states"].get("closed"):
+        yield from (*_lacking(facts, "row"), *_never_put(facts))
+        for tag in slots["untagged"] if slots is not None and "untagged" in slots else ():
+            known = ", ".join(map(repr, slots["tagged"]))
+            yield f"rows lack tag {tag!r} of the gate (there {'are' if known else 'is none'}{known and f' {known}'})"
     yield from _losses(facts)
     yield from _held_back(facts)
-    slots = facts["groups"]["slots"].get(facts["task"])
     if slots is not None and slots["used"] >= slots["budget"]:
         elsewhere = slots["used"] - slots["here"]
         others = f", {elsewhere:,} of them by groups of other partitions" if elsewhere > 0 else ""

@@ -3,10 +3,16 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
+from transfer_queue.control.gate import parse_gate
+from transfer_queue.control.group_record import CLOSED
+from transfer_queue.control.groups import Groups
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.state import PlaneState
+
+_LOOKED_AT = 8
 
 
 def group_numbers(state: PlaneState, partition: Partition, now: float) -> dict[str, Any]:
@@ -14,7 +20,8 @@ def group_numbers(state: PlaneState, partition: Partition, now: float) -> dict[s
 
     ``added``: those that ever were. ``states``: how many are in each. ``oldest``: of the leases here, the one that was
     granted first. ``rejected``: by gate, or reason. ``slots``: by task that trains them, how many it has,
-    uses, and uses for groups that are here, and which options of its sampler bound them.
+    uses, and uses for groups that are here, and which options of its sampler bound them; its ``gate``, the tags of that
+    gate that rows of closed groups lack (``untagged``), and the tags that such rows have (``tagged``).
     """
     groups, leases = partition.groups, state.leases
     if groups is None:
@@ -32,6 +39,7 @@ def group_numbers(state: PlaneState, partition: Partition, now: float) -> dict[s
             own["limits"] = [name for name, admitted in sampler.admitted.items() if admitted == budget]
             if sampler.gate is not None:
                 own["gate"] = sampler.gate
+                own["untagged"], own["tagged"] = _tags_of_closed(groups, parse_gate(sampler.gate).tags)
     first = leases.oldest_of(partition.name)
     oldest = None if first is None else {
         "worker": first.worker.client, "key": partition.keys.key_of(first.group.index), "age_s": now - first.since,
@@ -40,3 +48,12 @@ def group_numbers(state: PlaneState, partition: Partition, now: float) -> dict[s
         "added": partition.num_heads, "states": groups.numbers(), "oldest": oldest,
         "rejected": dict(groups.rejected), "slots": slots,
     }  # fmt: skip
+
+
+def _tags_of_closed(groups: Groups, wanted: frozenset[str]) -> tuple[list[str], list[str]]:
+    """Which of these tags a row of the first closed groups lacks, and all tags that their rows have."""
+    if not groups.counts[CLOSED]:
+        return [], []
+    some = islice((group for group in groups.live.values() if group.state == CLOSED), _LOOKED_AT)
+    rows = [tags for group in some for tags in groups.tags_of_members(group)]
+    return sorted(tag for tag in wanted if not all(tag in own for own in rows)), sorted(set().union(*rows))
