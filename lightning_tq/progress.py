@@ -77,7 +77,8 @@ class Position:
             was = ", ".join(f"{name}={value}" for name, value in changed.items())
             current = ", ".join(f"{name}={getattr(now, name)}" for name in changed)
             advice = (
-                "Keep the sizes until the partition ends, or resume from the end of an epoch."
+                "Keep the sizes until the partition ends, or resume from the end of an epoch: in a new queue "
+                "(TQCheckpoint), or before batches of the next partition were drawn."
                 if of_an_epoch
                 else "Keep the sizes, or begin a new run with its weights (load_from_checkpoint instead of ckpt_path)."
             )

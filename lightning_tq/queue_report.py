@@ -185,7 +185,7 @@ def tables(report: Numbers) -> RenderableType:
         _UNITS: [_unit_row(unit) for unit in report["units"]],
     }
     parts += [table_of(columns, own) for columns, own in rows.items() if own]
-    for kind in ("full", "storage", "unit", "sampler"):
+    for kind in ("gone", "lost", "full", "storage", "unit", "sampler"):
         if texts := [each["statement"] for each in findings if each["kind"] == kind][-_MOST_LINES:]:
             parts.append(Text("\n".join(texts), style="red"))
     return Group(*(line for part in parts for line in (part, Text())))
@@ -235,13 +235,10 @@ def _sample_rows(report: Numbers) -> Iterator[list[str | Text]]:
 
 
 def _state(report: Numbers, name: str) -> str | Text:
-    own = [each for each in report["findings"] if each["kind"] in ("gone", "lost") and each["names"][0] == name]
-    if own:
-        return Text(", ".join(f"{each['what']} {each['held_up_by'][0]}" for each in own), style="red")
     partition = report["partitions"][name]
-    if partition["sealed"]:
-        return "sealed"
-    return f"{partition['held']:,} coming" if partition["held"] else "open"
+    is_wrong = any(each["kind"] in ("gone", "lost") and each["names"][0] == name for each in report["findings"])
+    state = "sealed" if partition["sealed"] else f"{partition['held']:,} coming" if partition["held"] else "open"
+    return Text(state, style="red" if is_wrong else "")
 
 
 def _task_row(task: Numbers) -> list[str | Text]:

@@ -72,7 +72,10 @@ class WaitHints:
         if own is None:  # no finding is of a partition of the queue's own, which a PartitionSwitch may name
             return
         age_s = reader.waiting_s() if repeats else None
-        own = replace(own, what=f"stream {reader.label!r}", age_s=age_s, to_do=own.to_do[:-1])  # all but to wait longer
+        rank = self.trainer.global_rank
+        what = f"rank {rank}'s stream {reader.label!r}" if rank else f"stream {reader.label!r}"
+        # The first rank advises for all. Without: to wait longer.
+        own = replace(own, what=what, age_s=age_s, to_do=() if rank else own.to_do[:-1])
         puts = [each for each in findings if each.kind == "put" and each.to_do]
         starting = [
             each for each in running or () if due <= _LOOKS_AT_A_START and not each.has_joined(stats["clients"])

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import shlex
 from collections import Counter
@@ -154,7 +155,8 @@ def end_of_producer(end: Numbers) -> tuple[str, ...]:
 def not_ready(reply: NotReady, task: str, partition: str, fields: Iterable[str], waited_s: float) -> Finding:
     """A fetch that got no batch."""
     asked = {"task": task, "partition": partition, "fields": list(fields), "waited_s": waited_s}
-    return _fetch({**msgspec.structs.asdict(reply), **asked})
+    facts = {name: value for name, value in msgspec.structs.asdict(reply).items() if value or name != "elsewhere"}
+    return _fetch({**facts, **asked})
 
 
 def keepers(partitions: Iterable[tuple[int, Mapping[str, tuple[int, int]]]]) -> tuple[str, ...]:
@@ -268,7 +270,8 @@ def _wait(stats: Numbers, waiting: Numbers) -> Finding:
         )  # fmt: skip
     partition = stats["partitions"].get(name)
     if partition is None:
-        return _fetch({**waiting, "elsewhere": _holds(stats["partitions"])})
+        held = {each: (own["samples"], own["sealed"]) for each, own in stats["partitions"].items()}
+        return _fetch({**waiting, "elsewhere": holds(held)})
     own = {
         "given": _given(partition, waiting.get("lacking", ())),
         "known_fields": partition["fields"], "reserved": partition["held"], "sealed": partition["sealed"],
@@ -286,14 +289,12 @@ def _given(partition: Numbers, lacking: Iterable[str]) -> list[str]:
     return [task for task, count in done.items() if count > least] if least < math.inf else []
 
 
-def _holds(partitions: Numbers) -> str:
-    """What is in the queue instead of a partition."""
-    listed = [
-        f"{name!r} ({_counted(partitions[name]['samples'])}{', sealed' * partitions[name]['sealed']})"
-        for name in sorted(partitions)
-    ]
-    more = f" and {len(listed) - _MOST_LISTED} more" * (len(listed) > _MOST_LISTED)
-    return f"holds {', '.join(listed[:_MOST_LISTED])}{more}" if listed else "is empty"
+def holds(partitions: Mapping[str, tuple[int, bool]]) -> str:
+    """What is in the queue instead of a partition: of each, how many samples, and whether it is sealed."""
+    first = heapq.nsmallest(_MOST_LISTED, partitions.items())
+    listed = [f"{name!r} ({_counted(samples)}{', sealed' * sealed})" for name, (samples, sealed) in first]
+    more = f" and {len(partitions) - len(listed)} more" * (len(partitions) > len(listed))
+    return f"holds {', '.join(listed)}{more}" if listed else "is empty"
 
 
 def _put(stats: Numbers, waiting: Numbers) -> Finding:
@@ -430,6 +431,8 @@ def _remedies(facts: Numbers) -> Iterator[str]:
     elif held_back := _without_sampler(facts):
         yield from _to_sample(held_back)
     elif held := facts.get("in_hand"):
+        if _unknown(facts):
+            yield "compare the names of the fields"
         yield f"end the session of one that hangs (client.evict_client({next(iter(held))!r}))"
     elif facts.get("sealed") and is_short:
         for given in facts.get("given", ()):  # it may have had samples in hand at a checkpoint, or when it died
@@ -517,7 +520,7 @@ def _for_groups(facts: Numbers) -> Iterator[str]:
         yield from _put_again(facts["partition"])
     elif held_back := _without_sampler(facts):
         yield from _to_sample(held_back)
-    elif states.get("running"):
+    elif states.get("running", 0) > states.get("closed", 0):
         yield from ("look at the worker of the oldest group", "set deadline_s (add_groups)")
     elif states.get("closed"):
         gate = f", and the tags of the gate {slots['gate']!r}," if slots.get("gate") else ""
@@ -563,7 +566,7 @@ def _counted(samples: int) -> str:
 
 def _samples_of(waiting: Numbers) -> str:
     wanted, partition = waiting.get("wanted"), waiting["partition"]
-    samples = "samples" if wanted is None else _counted(wanted)
+    samples = _counted(wanted) if wanted else "samples"
     return samples if partition is None or is_internal(partition) else f"{samples} of {partition!r}"
 
 

@@ -210,7 +210,7 @@ class PublishWeights(Callback):
         if not own:
             raise InvalidRequestError(
                 f"PublishWeights(module={self.module!r}, include={self.include!r}) selects none of the "
-                f"{len(state)} weights: {', '.join(list(state)[:5])}, ..."
+                f"{len(state)} weights: {', '.join(list(state)[:5])}{', ...' * (len(state) > 5)}"
             )
         return check_dense(own)
 

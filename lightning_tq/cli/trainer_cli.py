@@ -15,7 +15,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NamedTuple, NoReturn
 
-from lightning.pytorch import LightningModule
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import OmegaConf
@@ -150,6 +151,12 @@ class TQCLI(LightningCLI):
             if not is_refusal and not str(error).startswith("Does not validate against"):
                 raise  # an error of the model
             self._parser(self.subcommand).error(str(error))
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        try:
+            return super()._instantiate_trainer(config, callbacks)
+        except (ValueError, MisconfigurationException) as error:  # it fits no Trainer of this machine
+            self._parser(self.subcommand).error(f"trainer: {error}")
 
 
 def names_a_data_class(args: Sequence[str] | Mapping[str, Any]) -> bool:

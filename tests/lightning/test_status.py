@@ -158,8 +158,9 @@ def test_what_is_wrong_is_shown_and_empty_columns_are_not() -> None:
             "a", QueueSnapshot(stats, [{**UNIT, "uncommitted_nbytes": 512, "parked": 2, "parked_nbytes": 2048}], 1.0)
         )
     )
-    assert shown[2] == "train all producers of 'rewards' have died 10 learn 6 1 4 3"
-    assert shown[-2].endswith("2.0 MiB 512 B 2 (2.0 KiB)")
+    assert shown[2] == "train open 10 learn 6 1 4 3"
+    assert shown[-3].endswith("2.0 MiB 512 B 2 (2.0 KiB)")
+    assert shown[-2].startswith("all producers of 'rewards' have died")
     assert shown[-1].startswith("the queue is full, 1.5 MiB of 256 MiB, 1 put waits for room")
 
 

@@ -29,10 +29,10 @@ def as_rows(data: Any) -> GivenRows:
         return data
     if isinstance(data, Mapping) and not hasattr(data, "batch_size"):
         check_names(data)
-        sizes = {_num_rows(name, column) for name, column in data.items()}
-        if len(sizes) != 1:
-            raise InvalidRequestError(f"columns of a put must have equally many rows, got {sorted(sizes)}.")
-        size = [sizes.pop()]
+        sizes = {name: _num_rows(name, column) for name, column in data.items()}
+        if len(set(sizes.values())) != 1:
+            raise InvalidRequestError(f"columns of a put must have equally many rows, got {sizes}.")
+        size = [*set(sizes.values())]
         return GivenRows(((name, _column(name, column, size)) for name, column in data.items()), size, None)
     if data is None or not hasattr(data, "batch_size"):
         raise InvalidRequestError(f"put takes a TensorDict or a dict of columns, got {type(data).__name__}.")

@@ -221,6 +221,8 @@ class Lease(AbstractContextManager["Lease"], AbstractAsyncContextManager["Lease"
             return True
         if self.parts:
             text = "its body ended without closing it" if error is None else f"{type(error).__name__}: {error}"
+            if error is None:
+                _log.warning("%r is given back: its body ended without close(), reject() or release().", self)
             with suppress(LeaseLostError):  # it is another's, or was cleared
                 await self.async_release(text)
         return False

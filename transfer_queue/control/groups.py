@@ -279,8 +279,8 @@ class Groups:
                 raise GroupStateError(f"part {part} of this group was closed by this lease; nothing can follow.")
         if lease is None or count % len(members.parts):
             raise InvalidRequestError(
-                f"{count} rows can't be dealt evenly to {len(members.parts)} parts: name the part of each put, or give "
-                f"each part the same number of rows."
+                f"{count} row{'s' * (count != 1)} can't be dealt evenly to {len(members.parts)} parts: name the part "
+                "of each put, or give each part the same number of rows."
             )
         return lease
 

@@ -44,6 +44,9 @@ from transfer_queue.storage.wire import (
     running_sum,
 )
 from transfer_queue.transport.blocking import is_blocking
+from transfer_queue.utils.logging_utils import get_logger
+
+_log = get_logger(__name__)
 
 DataParser: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -151,7 +154,20 @@ def _column(name: str, placed: PlacedColumns, count: int, allow_pickle: bool, op
         return options.jagged.even(flat, count, first.shape[0])
     if first.kind != "objects" and len({wire.layout.family for _, wire in placed}) == 1:
         return options.shaped(join(placed, count, first.family, recycling.empty, options.copy))
-    return _of_values(values_in(placed, count, name, allow_pickle), options)
+    values = values_in(placed, count, name, allow_pickle)
+    dims = {value.dim() for value in values if isinstance(value, torch.Tensor)}
+    if len(dims) > 1:
+        _warn_of_dims_once(name, *sorted(dims))
+    return _of_values(values, options)
+
+
+@functools.cache
+def _warn_of_dims_once(name: str, *dims: int) -> None:
+    _log.warning(
+        "samples of field %r have tensors of %s dimensions, so a batch of both has them as objects, not as one tensor. "
+        "Put all with the same number of dimensions: shape [rows, 1], say, not [rows].",
+        name, " and ".join(map(str, dims)),
+    )  # fmt: skip
 
 
 def values_in(placed: PlacedColumns, count: int, field: str, allow_pickle: bool = False) -> list[Any]:
