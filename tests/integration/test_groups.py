@@ -445,11 +445,37 @@ def test_a_gate_that_waits_for_a_tag_says_which(client, name, actor):
     client.add_groups(heads(1), name, tasks=[actor])
     (lease,) = client.lease(name)
     meta = lease.close(answers(1), tags=[{"reward": 1.0}])
-    with pytest.raises(tq.BatchTimeoutError, match="score"):
+    with pytest.raises(tq.BatchTimeoutError, match=r"rows lack tag 'score' of the gate \(there are 'reward'\)"):
         client.get_meta(["answer"], 1, name, task_name=actor, timeout_s=0.1)
     meta.update_custom_meta([{"score": 1.0}])
     client.set_custom_meta(meta)
     assert client.get_meta(["answer"], 1, name, task_name=actor).size == 1
+
+
+def test_a_field_that_no_row_of_a_group_has_is_named(client, name, actor):
+    client.register_task(actor, tq.GroupSampler(groups=1))
+    client.add_groups(heads(1), name, tasks=[actor])
+    (lease,) = client.lease(name)
+    lease.close(answers(1, 2))
+    text = r"2 rows lack field 'answre', nobody has put field 'answre' so far \(there are 'number', 'answer'\)"
+    with pytest.raises(tq.BatchTimeoutError, match=text):
+        client.get_meta(["answre"], 1, name, task_name=actor, timeout_s=0.1)
+
+
+def test_a_worker_that_forgets_to_close_its_lease_is_warned(client, name, caplog):
+    client.add_groups(heads(1), name)
+    with client.lease(name)[0] as lease:
+        lease.put(answers(1))
+    assert f"Lease({lease.key!r} of {name!r}" in caplog.text
+    assert "is given back: its body ended without close(), reject() or release()." in caplog.text
+
+
+def test_a_wait_for_a_partition_that_is_not_there_says_what_is(client, name, actor):
+    client.put(answers(1), partition_id=name)
+    with pytest.raises(
+        tq.BatchTimeoutError, match=r"samples of 'nowhere': the partition is not in the queue, which ho"
+    ):
+        client.get_meta(["answer"], 1, "nowhere", task_name=actor, timeout_s=0.1)
 
 
 def test_a_registration_that_is_refused_changes_nothing_of_what_the_gate_has_rejected(client, name, actor):

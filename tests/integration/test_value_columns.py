@@ -209,6 +209,18 @@ def test_parts_of_different_kind_meet_in_one_column(column):
     assert lists(column.read([1, 2, 3, 4, 0])) == [[3, 4], [5], [6, 7, 8], [9, 10, 11], [1, 2]]
 
 
+def test_a_batch_of_tensors_with_several_numbers_of_dimensions_has_them_as_objects_and_says_so(
+    client, partition, caplog
+):
+    for column in (torch.ones(2), torch.ones(2, 1)):
+        client.put({partition: column}, partition_id=partition)
+    meta = client.get_meta([partition], 4, partition, task_name="t")
+    assert [row.tolist() for row in client.get_data(meta)[partition]] == [1.0, 1.0, [1.0], [1.0]]
+    client.get_data(meta)
+    (warning,) = [record.getMessage() for record in caplog.records if partition in record.getMessage()]
+    assert f"samples of field {partition!r} have tensors of 0 and 1 dimensions" in warning
+
+
 def test_objects_and_tensors_of_one_field_are_not_read_together(column):
     column.put(["a"], 1).put(torch.tensor([[1, 2]]), 1)
     with pytest.raises(SchemaConflictError, match=r"several dtypes: objects in 1 samples .*, torch.int64 in 1 samples"):
@@ -240,7 +252,7 @@ def test_tensors_kept_as_objects_are_jagged_again_when_the_batch_allows(column):
             r"field 'obs' is a TensorDict.*flatten_keys",
         ),
         ({"x": torch.eye(2).to_sparse()}, r"field 'x' is a torch\.sparse_coo tensor"),
-        ({"a": [1, 2, 3], "b": torch.zeros(2)}, r"must have equally many rows, got \[2, 3\]"),
+        ({"a": [1, 2, 3], "b": torch.zeros(2)}, r"must have equally many rows, got \{'a': 3, 'b': 2\}"),
         (TensorDict({"a": torch.zeros(2)}, batch_size=[]), "a TensorDict without a batch dimension"),
     ],
     ids=["nested", "sparse", "lengths", "no batch"],

@@ -352,6 +352,17 @@ def test_errors_of_the_queue_are_reported_without_a_traceback(
     assert "Traceback" not in said
 
 
+def test_what_the_trainer_refuses_is_a_wrong_configuration(
+    config: Callable[..., str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        lightning_tq(["fit", "--config", config({"trainer.strategy": "fsdp"})])
+    said = capfd.readouterr().err
+    assert exit_.value.code == 2
+    assert "error: trainer: The strategy `fsdp` requires a GPU accelerator" in said
+    assert "Traceback" not in said
+
+
 def test_a_configuration_that_lacks_the_stream_of_its_command_is_refused_in_a_line(
     config: Callable[..., str], capfd: pytest.CaptureFixture[str]
 ) -> None:
