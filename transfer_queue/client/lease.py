@@ -35,6 +35,8 @@ Rows = TensorDict | Mapping[str, Any]
 TagList = Sequence[Mapping[str, Any] | None] | None
 _T = TypeVar("_T")
 _log = get_logger(__name__)
+_SETTLED_S = 0.05
+"""A lease is renewed from then on, and its worker is told if it is lost."""
 _RENEWED_PER_LEASE = 3
 _JOIN_S = 2.0
 
@@ -273,6 +275,7 @@ class Renewals:
 
     def _run(self) -> None:
         while True:
+            self._closed.wait(min(_SETTLED_S, self._period_s()))  # many leases are over by then
             with self._lock:
                 leases = dict(self._leases)
                 client = self._client()
@@ -280,7 +283,7 @@ class Renewals:
                     self._thread = None
                     return
                 self._changed = False
-            period_s = min(lease._lease_s for lease in leases.values()) / _RENEWED_PER_LEASE
+            period_s = self._period_s()
             tokens = list(leases)
             del leases
             lost: list[int] = []
@@ -296,6 +299,10 @@ class Renewals:
                 lease = self._leases.get(token)
                 if lease is not None:
                     lease._is_lost()
+
+    def _period_s(self) -> float:
+        with self._lock:
+            return min((lease._lease_s for lease in self._leases.values()), default=0.0) / _RENEWED_PER_LEASE
 
     def _renew(self, client: LeaseClient, tokens: list[int], period_s: float) -> list[int]:
         parts = [tokens[some] for some in parts_of(len(tokens))]
