@@ -151,7 +151,7 @@ def _named(dp_rank: int | None, batch_index: int | None) -> tuple[int, int]:
     if dp_rank is None or batch_index is None:
         raise SamplerError(
             f"RankAwareSampler needs dp_rank and batch_index, got {dp_rank} and {batch_index}. "
-            f'Pass sampling_config={{"dp_rank": ..., "batch_index": ...}}.'
+            f'Pass sampling_config={{"dp_rank": ..., "batch_index": ...}}, or read under a task name of your own.'
         )
     return dp_rank, batch_index
 
