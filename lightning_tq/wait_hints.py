@@ -15,7 +15,6 @@ from lightning_tq.loader import StreamReader
 from lightning_tq.producers.group import ProducerProcess
 from lightning_tq.trainer_compat import callbacks_of, fetches_ahead
 from transfer_queue import Finding, TransferQueueClient, diagnose
-from transfer_queue.diagnosis import ACK_SOONER, CLEAR
 from transfer_queue.errors import TransferQueueError
 
 _LOOK_EVERY_S = 10.0
@@ -74,8 +73,8 @@ class WaitHints:
         age_s = reader.waiting_s() if repeats else None
         rank = self.trainer.global_rank
         what = f"rank {rank}'s stream {reader.label!r}" if rank else f"stream {reader.label!r}"
-        # The first rank advises for all. Without: to wait longer.
-        own = replace(own, what=what, age_s=age_s, to_do=() if rank else own.to_do[:-1])
+        # The first rank advises first. Without: to wait longer.
+        own = replace(own, what=what, age_s=age_s, to_do=() if rank and not repeats else own.to_do[:-1])
         puts = [each for each in findings if each.kind == "put" and each.to_do]
         starting = [
             each for each in running or () if due <= _LOOKS_AT_A_START and not each.has_joined(stats["clients"])
@@ -128,11 +127,18 @@ def _queue_is_full(wait: StreamWait) -> Found:
         return None
     first, more = wait.puts[0], len(wait.puts) - 1
     what = first.what + (f", the first of {more + 1} puts," if more else "")
-    *others, larger, longer = (each for each in first.to_do if each not in (ACK_SOONER, CLEAR))
-    put = replace(first, what=what, age_s=None, to_do=(*others, *_clearing(wait), larger, longer))
+    to_do = first.to_do if _is_for_a_follower(wait, first) else (*_clearing(wait), *first.to_do[-2:])
+    put = replace(first, what=what, age_s=None, to_do=to_do)
     if kept := _kept(wait):
         put = replace(put, held_up_by=(*first.held_up_by, f"among them {kept:,} trained batch{'es' * (kept != 1)}"))
     return "full", f"{wait.finding.statement}, and the queue is full: {put}"
+
+
+def _is_for_a_follower(wait: StreamWait, put: Finding) -> bool:
+    """Whether a task such as a recorder's, which follows another one, keeps most samples. Then this run frees none."""
+    tasks = [item for partition in wait.partitions.values() for item in partition["tasks"].items()]
+    first = next(iter(put.held_up_by), "")
+    return any("follows" in own and first.startswith(f"task {name!r} ") for name, own in tasks)
 
 
 def _kept(wait: StreamWait) -> int:

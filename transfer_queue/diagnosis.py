@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -21,8 +21,6 @@ Numbers = Mapping[str, Any]
 _GENERATION_ABOVE = 0.1
 """Share of the time that training waited from which generation counts as the bottleneck."""
 _CLEARED = "cleared (clear_consumed, clear_partition)"
-CLEAR = "clear consumed samples or partitions"
-ACK_SOONER = "let the trainer acknowledge sooner (checkpoints more often, or ack='step')"
 _FULL_FROM = 0.95
 """Share of the memory."""
 _IDLE_FROM_S = 10.0
@@ -218,7 +216,7 @@ def _full(stats: Numbers, puts: Sequence[Finding]) -> Iterator[Finding]:
     )
     number = len(blocked)
     waits = f"{number} put{'s' * (number != 1)} wait{'s' * (number == 1)} for room" if number else ""
-    to_do = blocked[0].to_do if blocked else (CLEAR,)
+    to_do = blocked[0].to_do if blocked else ("clear consumed samples or partitions",)
     yield Finding(
         kind="full", what="the queue", age_s=max((each.age_s or 0.0 for each in blocked), default=None), to_do=to_do,
         held_up_by=("is full", *filter(None, (*holds, waits)), *stats["keepers"], *_idle(stats)),
@@ -270,7 +268,7 @@ def _wait(stats: Numbers, waiting: Numbers) -> Finding:
         )  # fmt: skip
     partition = stats["partitions"].get(name)
     if partition is None:
-        held = {each: (own["samples"], own["sealed"]) for each, own in stats["partitions"].items()}
+        held = ((name, own["samples"], own["sealed"]) for name, own in sorted(stats["partitions"].items()))
         return _fetch({**waiting, "elsewhere": holds(held)})
     own = {
         "given": _given(partition, waiting.get("lacking", ())),
@@ -289,12 +287,12 @@ def _given(partition: Numbers, lacking: Iterable[str]) -> list[str]:
     return [task for task, count in done.items() if count > least] if least < math.inf else []
 
 
-def holds(partitions: Mapping[str, tuple[int, bool]]) -> str:
-    """What is in the queue instead of a partition: of each, how many samples, and whether it is sealed."""
-    first = heapq.nsmallest(_MOST_LISTED, partitions.items())
-    listed = [f"{name!r} ({_counted(samples)}{', sealed' * sealed})" for name, (samples, sealed) in first]
-    more = f" and {len(partitions) - len(listed)} more" * (len(partitions) > len(listed))
-    return f"holds {', '.join(listed)}{more}" if listed else "is empty"
+def holds(partitions: Iterator[tuple[str, int, bool]]) -> str:
+    """What is in the queue instead of a partition: names of others, their samples, and whether they are sealed."""
+    first = islice(partitions, _MOST_LISTED)
+    listed = [f"{name!r} ({_counted(samples)}{', sealed' * sealed})" for name, samples, sealed in first]
+    others = " and others" if next(partitions, None) is not None else ""
+    return f"holds {', '.join(listed)}{others}" if listed else "is empty"
 
 
 def _put(stats: Numbers, waiting: Numbers) -> Finding:
@@ -318,24 +316,16 @@ def _put(stats: Numbers, waiting: Numbers) -> Finding:
 
 def _freeing(stats: Numbers) -> Iterator[str]:
     """What frees room. Where all is consumed, samples that wait for their ack can't be cleared."""
-    behind = _behind(stats["partitions"].values())
-    for task, leader in behind:
-        yield f"start the reader of task {task!r} again if it has ended, because it follows task {leader!r}"
-        yield f"forget that task (lightning-tq forget-task {shlex.quote(task)})"
-    if not behind and stats["keepers"] and "has not acknowledged" in stats["keepers"][0]:
-        yield ACK_SOONER
-    yield CLEAR
-
-
-def _behind(partitions: Iterable[Numbers]) -> list[tuple[str, str]]:
-    """Each task that keeps more samples than the one that it follows, with that one. A recorder's is such a task."""
-    kept: Counter[str] = Counter()
-    leaders: dict[str, str] = {}
-    for partition in partitions:
-        for task, own in partition["tasks"].items():
-            kept[task] += own["in_flight_samples"]
-            leaders |= {task: own["follows"]} if "follows" in own else {}
-    return [(task, leader) for task, leader in leaders.items() if kept[task] > kept[leader]]
+    first = next(iter(stats["keepers"]), "")
+    tasks = [item for partition in stats["partitions"].values() for item in partition["tasks"].items()]
+    followers = {name for name, own in tasks if "follows" in own}  # such as those of recorders
+    behind = [name for name in followers if first.startswith(f"task {name!r} has not acknowledged ")]
+    if behind:
+        yield f"start the reader of task {behind[0]!r} again if it has ended"
+        yield f"forget that task (lightning-tq forget-task {shlex.quote(behind[0])})"
+    elif "has not acknowledged" in first:
+        yield "let the trainer acknowledge sooner (checkpoints more often, or ack='step')"
+    yield "clear consumed samples or partitions"
 
 
 def _kept(partition: Numbers) -> dict[str, tuple[int, int]]:
@@ -489,8 +479,8 @@ def _of_groups(facts: Numbers) -> Iterator[str]:
     if facts["groups"]["states"].get("closed"):
         yield from (*_lacking(facts, "row"), *_never_put(facts))
         for tag in slots["untagged"] if slots is not None and "untagged" in slots else ():
-            known = ", ".join(map(repr, slots["tagged"]))
-            yield f"rows lack tag {tag!r} of the gate (there {'are' if known else 'is none'}{known and f' {known}'})"
+            known = ", ".join(map(repr, slots["tagged"][:_MOST_LISTED]))
+            yield f"some rows lack tag {tag!r} of the gate{known and f' (they have {known})'}"
     yield from _losses(facts)
     yield from _held_back(facts)
     if slots is not None and slots["used"] >= slots["budget"]:

@@ -155,7 +155,10 @@ class TQCLI(LightningCLI):
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         try:
             return super()._instantiate_trainer(config, callbacks)
-        except (ValueError, MisconfigurationException) as error:  # it fits no Trainer of this machine
+        except (ValueError, MisconfigurationException) as error:
+            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+            if not str(frame.f_globals.get("__name__")).startswith("lightning."):
+                raise  # of a user's class
             self._parser(self.subcommand).error(f"trainer: {error}")
 
 

@@ -445,7 +445,7 @@ def test_a_gate_that_waits_for_a_tag_says_which(client, name, actor):
     client.add_groups(heads(1), name, tasks=[actor])
     (lease,) = client.lease(name)
     meta = lease.close(answers(1), tags=[{"reward": 1.0}])
-    with pytest.raises(tq.BatchTimeoutError, match=r"rows lack tag 'score' of the gate \(there are 'reward'\)"):
+    with pytest.raises(tq.BatchTimeoutError, match=r"rows lack tag 'score' of the gate \(they have 'reward'\)"):
         client.get_meta(["answer"], 1, name, task_name=actor, timeout_s=0.1)
     meta.update_custom_meta([{"score": 1.0}])
     client.set_custom_meta(meta)

@@ -140,9 +140,9 @@ def test_a_put_that_waits_for_a_recorder_is_told_of_its_task() -> None:
     tasks = {"learn": {"in_flight_samples": 2}, "record:learn:/runs": {"in_flight_samples": 8, "follows": "learn"}}
     _, text = said(stats([PUT], 10, tasks={name: {"consumed": 8, **own} for name, own in tasks.items()}))
     assert text.endswith(
-        " Start the reader of task 'record:learn:/runs' again if it has ended, because it follows task 'learn', forget "
-        "that task (lightning-tq forget-task record:learn:/runs), clear consumed samples or partitions, raise "
-        "total_storage_size, or raise put_timeout_s."
+        " Start the reader of task 'record:learn:/runs' again if it has ended, forget that task (lightning-tq "
+        "forget-task record:learn:/runs), clear consumed samples or partitions, raise total_storage_size, or raise "
+        "put_timeout_s."
     )
     tasks["record:learn:/runs"]["in_flight_samples"] = 2
     _, text = said(stats([PUT], 10, tasks={name: {"consumed": 8, **own} for name, own in tasks.items()}))

@@ -17,6 +17,8 @@ from transfer_queue.storage.number_lists import dense_column, number_column
 from transfer_queue.storage.pack import GivenRows, check_array, is_simple_jagged, values_of
 from transfer_queue.storage.unpack import DataParser, parsed_rows
 
+_MOST_NAMED = 6
+
 
 async def parsed_by(rows: GivenRows, parser: DataParser | None) -> GivenRows:
     """Rows after a put's data_parser, if there is one."""
@@ -30,9 +32,13 @@ def as_rows(data: Any) -> GivenRows:
     if isinstance(data, Mapping) and not hasattr(data, "batch_size"):
         check_names(data)
         sizes = {name: _num_rows(name, column) for name, column in data.items()}
-        if len(set(sizes.values())) != 1:
-            raise InvalidRequestError(f"columns of a put must have equally many rows, got {sizes}.")
         size = [*set(sizes.values())]
+        if len(size) != 1:
+            some = {name: sizes[name] for name in [*sizes][:_MOST_NAMED]}
+            more = ", ..." * (len(sizes) > len(some))
+            raise InvalidRequestError(
+                f"columns of a put must have equally many rows, got {sorted(size)}: {some}{more}."
+            )
         return GivenRows(((name, _column(name, column, size)) for name, column in data.items()), size, None)
     if data is None or not hasattr(data, "batch_size"):
         raise InvalidRequestError(f"put takes a TensorDict or a dict of columns, got {type(data).__name__}.")

@@ -223,7 +223,7 @@ class Lease(AbstractContextManager["Lease"], AbstractAsyncContextManager["Lease"
             return True
         if self.parts:
             text = "its body ended without closing it" if error is None else f"{type(error).__name__}: {error}"
-            if error is None:
+            if error is None and not self.aborted:
                 _log.warning("%r is given back: its body ended without close(), reject() or release().", self)
             with suppress(LeaseLostError):  # it is another's, or was cleared
                 await self.async_release(text)
@@ -275,7 +275,7 @@ class Renewals:
 
     def _run(self) -> None:
         while True:
-            self._closed.wait(min(_SETTLED_S, self._period_s()))  # many leases are over by then
+            self._closed.wait(min(_SETTLED_S, self._period_s() / 2))  # many leases are over by then
             with self._lock:
                 leases = dict(self._leases)
                 client = self._client()

@@ -48,10 +48,10 @@ def begin(state: PlaneState, call: Call, request: p.Fetch, task: Task) -> None:
 
     Raises InvalidRequestError.
     """
-    if not request.dp_rank is request.batch_index is None or isinstance(task.sampler, GroupSampler):
+    if not request.dp_rank is request.batch_index is task.dp_size is None or isinstance(task.sampler, GroupSampler):
         raise InvalidRequestError(
             f"a fetch with adds={request.adds} shares the samples of task {task.name!r} with other clients. So it has "
-            f"no dp_rank and no batch_index, and the task has no GroupSampler. Use another task name."
+            f"no dp_rank and no batch_index, and the task has no dp_size and no GroupSampler. Use another task name."
         )
     if both := set(request.adds) & set(request.fields):
         raise InvalidRequestError(

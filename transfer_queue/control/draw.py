@@ -63,13 +63,17 @@ class Task:
                 f"Use one dp_size everywhere."
             )
         size = sizes.pop() if sizes else None
-        is_nobodys = fetch.dp_rank is None and fetch.batch_index is None  # no rank's next batch, just the next samples
-        return None if size == 1 and is_nobodys else size
+        is_nobodys = fetch.dp_rank is None and fetch.batch_index is None and not isinstance(self.sampler, GroupSampler)
+        return None if size == 1 and is_nobodys else size  # no rank's next batch, just the next samples
 
     def needed(self, fetch: Fetch) -> int:
         """The number of ready samples for a round of this fetch, for all ranks together."""
         with foreign(self.sampler, self.name):
             return self.sampler.samples_needed(fetch.batch_size, self.size_of_round(fetch) or 1)
+
+    def needed_yet(self, fetch: Fetch) -> int:
+        """``needed`` where there is no partition; 0: only its groups would say."""
+        return 0 if isinstance(self.sampler, GroupSampler) else self.needed(fetch)
 
     def tail_policy(self, dp_size: int | None) -> str:
         """The registered policy. By default one consumer loses nothing, and no rank is left alone in a collective."""

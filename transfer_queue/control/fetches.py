@@ -20,7 +20,6 @@ from transfer_queue.control.state import FETCHES, PlaneState
 from transfer_queue.control.writing import writers_of
 from transfer_queue.diagnosis import end_of_producer, holds, is_internal
 from transfer_queue.errors import InvalidRequestError, ProducersGoneError
-from transfer_queue.sampler.group_sampler import GroupSampler
 
 
 def fetch(state: PlaneState, call: Call, request: p.Fetch) -> p.Reply | Wait:
@@ -82,7 +81,7 @@ class _Reader:
             return p.Ended(fetch.id, "cleared")
         if partition is None:
             self._check_producers(now)
-            return no_partition(state, fetch, task) if late else None
+            return _no_partition(state, fetch, task) if late else None
         served = ServedFetch(state, fetch, partition, task, dp_size)
         served.client = self._call.client
         served.consumer.asked_at = now
@@ -167,12 +166,10 @@ class _Reader:
         return msgspec.structs.replace(reply, reserved=served.partition.num_reserved, owed_by=owed_by)
 
 
-def no_partition(state: PlaneState, fetch: p.Fetch, task: Task) -> p.NotReady:
-    """There is nothing, and the queue holds something else."""
-    others = state.partitions.items()
-    held = {name: (own.num_live, own.sealed) for name, own in others if not is_internal(name)}
-    wanted = 0 if isinstance(task.sampler, GroupSampler) else task.needed(fetch)
-    return p.NotReady(fetch.id, wanted, 0, 0, elsewhere=holds(held))
+def _no_partition(state: PlaneState, fetch: p.Fetch, task: Task) -> p.NotReady:
+    """There is nothing, and the queue holds something else. Only some of many partitions are looked at."""
+    held = ((name, own.num_live, own.sealed) for name, own in state.partitions.items() if not is_internal(name))
+    return p.NotReady(fetch.id, task.needed_yet(fetch), 0, 0, elsewhere=holds(held))
 
 
 def _wake_in_time(state: PlaneState, line: Name, at: float | None) -> None:

@@ -21,7 +21,7 @@ def group_numbers(state: PlaneState, partition: Partition, now: float) -> dict[s
     ``added``: those that ever were. ``states``: how many are in each. ``oldest``: of the leases here, the one that was
     granted first. ``rejected``: by gate, or reason. ``slots``: by task that trains them, how many it has,
     uses, and uses for groups that are here, and which options of its sampler bound them; its ``gate``, the tags of that
-    gate that rows of closed groups lack (``untagged``), and the tags that such rows have (``tagged``).
+    gate that some rows of closed groups lack (``untagged``), and other tags that they have (``tagged``).
     """
     groups, leases = partition.groups, state.leases
     if groups is None:
@@ -51,9 +51,9 @@ def group_numbers(state: PlaneState, partition: Partition, now: float) -> dict[s
 
 
 def _tags_of_closed(groups: Groups, wanted: frozenset[str]) -> tuple[list[str], list[str]]:
-    """Which of these tags a row of the first closed groups lacks, and all tags that their rows have."""
-    if not groups.counts[CLOSED]:
-        return [], []
-    some = islice((group for group in groups.live.values() if group.state == CLOSED), _LOOKED_AT)
+    """Which of these tags a row of the first closed groups lacks, and the other tags that their rows have."""
+    closed = (group for group in groups.live.values() if group.state == CLOSED)
+    some = islice(closed, min(groups.counts[CLOSED], _LOOKED_AT))
     rows = [tags for group in some for tags in groups.tags_of_members(group)]
-    return sorted(tag for tag in wanted if not all(tag in own for own in rows)), sorted(set().union(*rows))
+    lacking = {tag for tag in wanted if not all(tag in own for own in rows)}
+    return sorted(lacking), sorted(set().union(*rows) - lacking)

@@ -13,7 +13,6 @@ import numpy as np
 from transfer_queue import protocol as p
 from transfer_queue.calls import PAGE, Call, Holding, Name, Wait
 from transfer_queue.control.checkpoints import Freezing
-from transfer_queue.control.fetches import no_partition
 from transfer_queue.control.group_numbers import group_numbers
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import PUBLISHED, RowState, all_of
@@ -228,7 +227,7 @@ def _wanted_by(state: PlaneState, request: p.Fetch, now: float) -> dict[str, Any
     task, partition = state.tasks.get(request.task), state.partitions.get(request.partition)
     try:
         if partition is None:
-            missing = no_partition(state, request, task)
+            missing = p.NotReady(request.id, task.needed_yet(request), 0, 0)
         else:
             served = ServedFetch(state, request, partition, task, task.size_for(request))
             missing = served.not_ready(now)

@@ -35,13 +35,14 @@ class Settling(threading.Thread):
 
         Where no thread can start, as while Python 3.12 ends, what can be sent at once is.
         """
-        with contextlib.suppress(IndexError):
+        try:
             self._to_start.pop()
-            try:
-                self.start()
-            except RuntimeError:
-                self._to_start.append(None)
-                self._drive()
+            self.start()
+        except IndexError:
+            pass  # another thread has started it
+        except RuntimeError:
+            self._to_start.append(None)
+            self._drive()
         os.eventfd_write(self._nudged.at(0), 1)
 
     def run(self) -> None:

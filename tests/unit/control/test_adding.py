@@ -98,10 +98,12 @@ def test_clients_of_one_task_add_the_same_fields(plane):
     refused(take(plane, "bert", adds="z"), "InvalidRequestError", "add ['y']", "adds=['z']", "another task name")
 
 
-@pytest.mark.parametrize("which", ["rank", "batch", "groups"])
+@pytest.mark.parametrize("which", ["rank", "batch", "size", "groups"])
 def test_a_reader_of_numbered_batches_or_of_groups_adds_nothing(plane, which):
     if which == "groups":
         register(plane, "add", sampler={"class": "GroupSampler", "kwargs": {"groups": 2}})
+    if which == "size":
+        register(plane, "add", dp_size=1)
     numbered = {"rank": (0, None), "batch": (None, 0)}.get(which, (None, None))
     reply = fetch(plane, 2, *numbered, task="add", client="anna", adds=["y"])
     refused(reply, "InvalidRequestError", "adds=['y']", "no dp_rank and no batch_index")
