@@ -288,7 +288,9 @@ def test_an_argument_that_a_verb_lacks_is_reported_of_the_verb_that_was_called(c
 
 
 def test_a_late_fetch_says_what_it_waited_for(client, name):
-    with pytest.raises(tq.BatchTimeoutError, match=r"task 't' waited 0.0 s for 1 sample of .* nothing was published"):
+    with pytest.raises(
+        tq.BatchTimeoutError, match=r"task 't' waited 0.0 s for 1 sample of .* the partition is not in the queue, "
+    ):
         client.get_meta(["a"], 1, name, task_name="t", timeout_s=0.0)
 
 

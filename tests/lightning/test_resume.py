@@ -307,7 +307,10 @@ def test_a_replayed_validation_leaves_a_live_task_of_more_ranks_where_it_was(
 @pytest.mark.parametrize(
     ("partition", "advice"),
     [
-        ("train@{epoch}", r"Keep the sizes until the partition ends, or resume from the end of an epoch\."),
+        (
+            "train@{epoch}",
+            r"Keep the sizes until the partition ends, or resume from the end of an epoch: in a new queue",
+        ),
         (
             "train@0",
             r"Keep the sizes, or begin a new run with its weights \(load_from_checkpoint",
