@@ -234,7 +234,7 @@ def _sample_rows(report: Numbers) -> Iterator[list[str | Text]]:
             yield [*first, Text("no reader", style="dim"), "", "", "", "", ""]
 
 
-def _state(report: Numbers, name: str) -> str | Text:
+def _state(report: Numbers, name: str) -> Text:
     partition = report["partitions"][name]
     is_wrong = any(each["kind"] in ("gone", "lost") and each["names"][0] == name for each in report["findings"])
     state = "sealed" if partition["sealed"] else f"{partition['held']:,} coming" if partition["held"] else "open"

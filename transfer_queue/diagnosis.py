@@ -373,7 +373,8 @@ def _causes(facts: Numbers) -> Iterator[str]:
 
 def _lacking(facts: Numbers, what: str = "") -> Iterator[str]:
     for name, count in facts.get("lacking", {}).items():
-        yield f"{count:,}{what and f' {what}' + 's' * (count != 1)} lack{'s' * (count == 1)} field {name!r}"
+        rows = f" {what}{'s' * (count != 1)}" if what else ""
+        yield f"{count:,}{rows} lack{'s' * (count == 1)} field {name!r}"
 
 
 def _never_put(facts: Numbers) -> Iterator[str]:

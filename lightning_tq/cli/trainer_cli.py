@@ -16,7 +16,7 @@ from pkgutil import resolve_name
 from typing import Any, NamedTuple, NoReturn
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import OmegaConf
@@ -152,9 +152,9 @@ class TQCLI(LightningCLI):
                 raise  # an error of the model
             self._parser(self.subcommand).error(str(error))
 
-    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         try:
-            return super()._instantiate_trainer(config, callbacks)
+            return super().instantiate_trainer(**kwargs)
         except (ValueError, MisconfigurationException) as error:
             *_, (frame, _) = traceback.walk_tb(error.__traceback__)
             if not str(frame.f_globals.get("__name__")).startswith("lightning."):

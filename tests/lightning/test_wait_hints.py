@@ -446,8 +446,7 @@ def test_a_queue_that_is_full_of_batches_that_wait_for_their_ack_says_what_ackno
     trainer: MakeTrainer, hints: Hints
 ) -> None:
     def put() -> None:
-        for number in range(6):
-            tq.get_client().put(rows(4, start=4 * number), partition_id="train")
+        put_six()
         tq.get_client().seal_partition("train")
 
     # A checkpoint by hand may come at any time, so nothing can be refused, and nobody says where an early one belongs.
@@ -468,20 +467,21 @@ def test_a_queue_that_is_full_of_batches_that_wait_for_their_ack_says_what_ackno
 def test_a_queue_that_is_full_of_batches_that_a_recorder_has_not_read_says_so(
     trainer: MakeTrainer, hints: Hints
 ) -> None:
-    def put() -> None:
-        for number in range(6):
-            tq.get_client().put(rows(4, start=4 * number), partition_id="train")
-
     streamed = stream("train", clear_consumed=True)
     with TQDataModule(train=streamed, queue={"units": 1, "total_storage_size": 12}, ack="step") as dm:
         hints.then = lambda text: dm.client.clear_partition("train") if "copy" in text else None
         dm.client.register_task("copy", follows="learn")
-        writer = threading.Thread(target=suppressed, args=(put,))
+        writer = threading.Thread(target=suppressed, args=(put_six,))
         writer.start()
         trainer().fit(Recorder(), datamodule=dm)
         writer.join()
     assert "Start the reader of task 'copy' again if it has ended, forget that task (lightning-tq f" in hints.texts[-1]
     assert "ack='step'" not in hints.texts[-1]
+
+
+def put_six() -> None:
+    for number in range(6):
+        tq.get_client().put(rows(4, start=4 * number), partition_id="train")
 
 
 def suppressed(act: Callable[[], None]) -> None:

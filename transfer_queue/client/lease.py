@@ -36,7 +36,7 @@ TagList = Sequence[Mapping[str, Any] | None] | None
 _T = TypeVar("_T")
 _log = get_logger(__name__)
 _SETTLED_S = 0.05
-"""A lease is renewed from then on, and its worker is told if it is lost."""
+"""A lease is renewed from then on. Its worker doesn't hear of a loss before."""
 _RENEWED_PER_LEASE = 3
 _JOIN_S = 2.0
 

@@ -87,7 +87,7 @@ class Groups:
         self.left_by: set[str] = set()
         """Tasks that draw no more here. A group whose tasks have all left is not worked on."""
         self.has_ended = False
-        """Whether a worker was told that there is no more to work on."""
+        """Whether a worker has heard that there is no more to work on."""
         self.queues: WeakSet[Queue] = WeakSet()
         """Of tasks: they learn which groups may be drawn."""
         self._unwritten: dict[int, Group] = {}

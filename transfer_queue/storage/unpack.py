@@ -155,9 +155,10 @@ def _column(name: str, placed: PlacedColumns, count: int, allow_pickle: bool, op
     if first.kind != "objects" and len({wire.layout.family for _, wire in placed}) == 1:
         return options.shaped(join(placed, count, first.family, recycling.empty, options.copy))
     values = values_in(placed, count, name, allow_pickle)
-    dims = {value.dim() for value in values if isinstance(value, torch.Tensor)}
-    if len(dims) > 1:
-        _warn_of_dims_once(name, *sorted(dims))
+    if first.kind != "objects":
+        dims = {value.dim() for value in values if isinstance(value, torch.Tensor)}
+        if len(dims) > 1:
+            _warn_of_dims_once(name, *sorted(dims))
     return _of_values(values, options)
 
 

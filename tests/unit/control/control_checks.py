@@ -246,12 +246,11 @@ class CheckedPlane:
             assert reply.code == "ProducersGoneError"
             assert self.producers.lost(request.fields, self.now, GRACE_S)
         elif partition is None:
-            held = "" if isinstance(reply, p.Ended) else reply.elsewhere
-            assert isinstance(reply, p.Ended) or reply == p.NotReady(
-                request.id, self.needed(request), 0, 0, elsewhere=held
-            )
-            assert held in ("", "is empty") if not self.model else held.startswith("holds ") or not held
-            assert isinstance(reply, p.Ended) or request.after is None
+            if not isinstance(reply, p.Ended):
+                held = reply.elsewhere
+                assert reply == p.NotReady(request.id, self.needed(request), 0, 0, elsewhere=held)
+                assert held.startswith("holds ") if self.model else held == "is empty"
+                assert request.after is None
         elif request.after is not None and request.after not in partition.tokens:
             assert reply == p.Ended(request.id, "cleared"), "it read another partition of this name"
         elif isinstance(reply, p.Batch):
