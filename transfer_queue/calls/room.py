@@ -381,7 +381,7 @@ class Calls:
         """Examine the waits that are due, while this turn has time. Returns all answers that came of this turn."""
         while self._timers and self._timers[0][0] <= self.now:
             self._guard(heapq.heappop(self._timers)[2])
-        if self.waits.count:
+        if self.waits.count and self.waits.may_be_due(self.now):
             self._examine_due()
         answers, self._answers = self._answers, []
         return answers

@@ -115,7 +115,8 @@ class Waits:
     def __init__(self) -> None:
         self._queues: dict[Name, _Queue] = {}
         self._rooms: dict[Name, tuple[Callable[[], int], Callable[[], bool] | None]] = {}
-        self._under: dict[Name, dict[Name, None]] = {}  # queues by each beginning of their names
+        self.occupied: dict[Name, dict[Name, None]] = {}
+        """The queues in which something waits, by each beginning of their names."""
         self._by_key: dict[Hashable, dict[Wait, None]] = {}
         self._deadlines: list[tuple[float, int, Wait]] = []
         self.active: dict[Name, None] = {}
@@ -139,7 +140,7 @@ class Waits:
         if queue is None:
             queue = self._queues[wait.queue] = _Queue(*self._rooms.get(wait.queue, (None, None)))
             for end in range(1, len(wait.queue) + 1):
-                self._under.setdefault(wait.queue[:end], {})[wait.queue] = None
+                self.occupied.setdefault(wait.queue[:end], {})[wait.queue] = None
         insort(queue.waits, wait, key=_rank)
         for key in wait.keys:
             self._by_key.setdefault(key, {})[wait] = None
@@ -167,7 +168,7 @@ class Waits:
             del self._queues[wait.queue]
             self.active.pop(wait.queue, None)
             for end in range(1, len(wait.queue) + 1):
-                self._drop(self._under, wait.queue[:end], wait.queue)
+                self._drop(self.occupied, wait.queue[:end], wait.queue)
         elif at == 0 or queue.room is not None:
             queue.first_changed()
             self.active[wait.queue] = None
@@ -183,13 +184,13 @@ class Waits:
 
     def wake_first(self, group: Name) -> None:
         """In the queues whose names begin so, those that may have their turn are examined."""
-        for name in self._under.get(group, ()):
+        for name in self.occupied.get(group, ()):
             self._queues[name].first_changed()
             self.active[name] = None
 
     def wake(self, group: Name) -> None:
         """All waits of the queues whose names begin so are examined."""
-        for name in self._under.get(group, ()):
+        for name in self.occupied.get(group, ()):
             for wait in self._queues[name].waits:
                 self.examine(wait)
 
@@ -236,18 +237,18 @@ class Waits:
 
     # ---- questions ----
 
+    def may_be_due(self, now: float) -> bool:
+        """Whether ``next`` may find a wait."""
+        return bool(self.active or (self._deadlines and self._deadlines[0][0] <= now))
+
     def next_deadline(self) -> float | None:
         while self._deadlines and self._deadlines[0][2].done:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
-    def has(self, group: Name) -> bool:
-        """Whether anything waits in the queues whose names begin so."""
-        return group in self._under
-
     def of(self, group: Name) -> list[Wait]:
         """The waits of the queues whose names begin so, queue by queue."""
-        return [wait for name in self._under.get(group, ()) for wait in self._queues[name].waits]
+        return [wait for name in self.occupied.get(group, ()) for wait in self._queues[name].waits]
 
     def is_first(self, wait: Wait) -> bool:
         """Whether none is in front of it."""

@@ -284,12 +284,14 @@ class Groups:
             )
         return lease
 
-    def mark(self, members: Members, rows: Rows, fields: Iterable[str]) -> None:
-        """New rows are about to be published as members, with these fields."""
-        self._table.copies.make()
+    def mark(self, members: Members, rows: Rows | slice, count: int, fields: Iterable[str]) -> None:
+        """So many new rows are about to be published as members, with these fields."""
+        if self._table.copies:
+            self._table.copies.make()
         self.member_fields.update(fields)
+        parts = members.parts
         self._table.column(HEAD)[rows] = 1 + members.head
-        self._table.column(PART)[rows] = 1 + np.repeat(np.array(members.parts), len(rows) // len(members.parts))
+        self._table.column(PART)[rows] = 1 + (parts[0] if len(parts) == 1 else np.repeat(parts, count // len(parts)))
 
     def join(self, group: Group, members: Members, indexes: list[int]) -> None:
         """New rows, which were just published, belong to these parts. Those that this closes must have some."""

@@ -149,9 +149,10 @@ class Partition:
         if self.table.copies:
             self.table.copies.make()
         rows = self.table.append(indexes, RowState.LIVE)
-        self._count_put(slice(self.table.size - count, self.table.size), count)
+        at = slice(self.table.size - count, self.table.size)
+        self._count_put(at, count)
         if members is not None and self.groups is not None:
-            self.groups.mark(members, rows, specs)
+            self.groups.mark(members, at, count, specs)
         self.set_tags(tags, merge=True)
         self._count_live(count)
         self._written(rows, specs, now, are_new=True)
@@ -189,10 +190,10 @@ class Partition:
         return rows
 
     def _written(self, rows: Rows, specs: Mapping[str, FieldSpec], now: float, are_new: bool = False) -> None:
-        """These rows have these fields now."""
+        """These rows have these fields now. ``are_new``: they are samples without any field before."""
         self.last_published = now
         news = self.schema.record(rows, specs, are_new) if len(rows) else {}
-        if self.num_heads:  # its groups are made after their heads
+        if self.num_heads and not are_new:  # its groups are made after their heads
             samples = rows[self.table.column("state")[rows] == RowState.LIVE]
             news = {name: own[self.table.column("state")[own] == RowState.LIVE] for name, own in news.items()}
         else:

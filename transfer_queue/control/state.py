@@ -109,12 +109,13 @@ class PlaneState:
         waits, name = self.waits, partition.name
         if not waits.count:
             return
-        if waits.has((KEYS, name)) and partition.listed.take_changed():
+        if (KEYS, name) in waits.occupied and partition.listed.take_changed():
             waits.wake((KEYS, name))
         if partition.sealed:  # by now, where this was the last sample that was promised
             self.refuses(name)
-        waits.wake_first((FETCHES, name))
-        if waits.has((FETCHES, name)):
+        fetches = (FETCHES, name)
+        if fetches in waits.occupied:
+            waits.wake_first(fetches)
             for task, consumer in partition.consumers.items():
                 if consumer.take_decided():
                     waits.wake((FETCHES, name, task))

@@ -168,7 +168,7 @@ def takes_now(state: PlaneState, call: Call, request: p.Reserve) -> bool:
 
 def has_room(state: PlaneState, count: int) -> bool:
     """Whether there is room for so many samples now, and no writer waits that must come first."""
-    return count <= state.room() and not (state.waits.count and state.waits.has(WRITERS))
+    return count <= state.room() and WRITERS not in state.waits.occupied
 
 
 def add(
@@ -458,7 +458,7 @@ def _published(state: PlaneState, call: Call, request: p.Publish, partition: Par
         return rows
     if role is not None:
         group_work.check_members(state, call, request.partition, role, len(indexes))
-        group_work.groups_of(partition).mark(role, partition.rows_of(indexes), request.fields)
+        group_work.groups_of(partition).mark(role, partition.rows_of(indexes), len(indexes), request.fields)
     rows = partition.publish(indexes, request.fields, request.tags, now)
     _appeared(state, call, partition, role, indexes)
     if request.tags and role is None and partition.groups is not None:

@@ -230,7 +230,7 @@ def test_nothing_is_examined_because_turns_end_and_a_deadline_examines_its_own_w
     assert (room.examined, room.calls.next_deadline()) == ("", 3.0)
     assert (room.go_on(3.0), room.examined, room.calls.next_deadline()) == ("b", "b", 5.0)
     assert (room.go_on(5.0), room.calls.next_deadline()) == ("a", None)
-    assert not room.calls.waits.has(("q",)), "nothing is left of them"
+    assert ("q",) not in room.calls.waits.occupied, "nothing is left of them"
 
 
 def test_each_has_its_own_deadline_however_many_were_cancelled_and_these_take_no_room():

@@ -486,7 +486,7 @@ class StorageUnit:
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether so much fits now, and nothing waits that must come first."""
-        return nbytes <= self._free() and not (self.calls.waits.count and self.calls.waits.has(_MEMORY))
+        return nbytes <= self._free() and _MEMORY not in self.calls.waits.occupied
 
     @property
     def _taken_nbytes(self) -> int:
