@@ -20,6 +20,7 @@ from transfer_queue.protocol import NotReady
 Numbers = Mapping[str, Any]
 _GENERATION_ABOVE = 0.1
 """Share of the time that training waited from which generation counts as the bottleneck."""
+_CLEAR = "clear consumed samples or partitions"
 _CLEARED = "cleared (clear_consumed, clear_partition)"
 _FULL_FROM = 0.95
 """Share of the memory."""
@@ -215,8 +216,8 @@ def _full(stats: Numbers, puts: Sequence[Finding]) -> Iterator[Finding]:
         f"{_bytes(held)} of {_bytes(most)}" if most else "",
     )
     number = len(blocked)
-    waits = f"{number} put{'s' * (number != 1)} wait{'s' * (number == 1)} for room" if number else ""
-    to_do = blocked[0].to_do if blocked else ("clear consumed samples or partitions",)
+    waits = _puts_wait(number) if number else ""
+    to_do = blocked[0].to_do if blocked else (_CLEAR,)
     yield Finding(
         kind="full", what="the queue", age_s=max((each.age_s or 0.0 for each in blocked), default=None), to_do=to_do,
         held_up_by=("is full", *filter(None, (*holds, waits)), *stats["keepers"], *_idle(stats)),
@@ -325,7 +326,7 @@ def _freeing(stats: Numbers) -> Iterator[str]:
         yield f"forget that task (lightning-tq forget-task {shlex.quote(behind[0])})"
     elif "has not acknowledged" in first:
         yield "let the trainer acknowledge sooner (checkpoints more often, or ack='step')"
-    yield "clear consumed samples or partitions"
+    yield _CLEAR
 
 
 def _kept(partition: Numbers) -> dict[str, tuple[int, int]]:
@@ -340,11 +341,20 @@ def _fetch(facts: Numbers) -> Finding:
     count = facts["groups"]["slots"].get(task, {}).get("per_step", 0) if facts.get("groups") else 0
     if count and not facts.get("refused"):
         waits_for, causes, remedies = f"{count:,} group{'s' * (count != 1)} of {partition!r}", _of_groups, _for_groups
+    held_up_by, to_do = tuple(causes(facts)), tuple(remedies(facts))
+    if number := facts.get("parked_puts"):
+        held_up_by += (f"the queue is full, and {_puts_wait(number)}",)
+        to_do = (_CLEAR, *to_do)
     return Finding(
-        kind="fetch", names=(task, partition), what=f"task {task!r}", waits_for=waits_for,
-        age_s=facts["waited_s"], held_up_by=tuple(causes(facts)), to_do=tuple(remedies(facts)),
+        kind="fetch",
+        names=(task, partition),
+        what=f"task {task!r}",
+        waits_for=waits_for,
+        age_s=facts["waited_s"],
+        held_up_by=held_up_by,
+        to_do=to_do,
         client=facts.get("client", ""),
-    )  # fmt: skip
+    )
 
 
 def _causes(facts: Numbers) -> Iterator[str]:
@@ -559,6 +569,10 @@ def _samples_of(waiting: Numbers) -> str:
     wanted, partition = waiting.get("wanted"), waiting["partition"]
     samples = _counted(wanted) if wanted else "samples"
     return samples if partition is None or is_internal(partition) else f"{samples} of {partition!r}"
+
+
+def _puts_wait(count: int) -> str:
+    return f"{count:,} put{'s' * (count != 1)} wait{'s' * (count == 1)} for room"
 
 
 def _be(count: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -58,6 +59,20 @@ def test_a_put_that_waited_in_vain_says_what_to_do_and_leaves_nothing(client, na
     assert 0.4 < time.monotonic() - begin < 3.0
     assert all(isinstance(caught.value, kind) for kind in (TimeoutError, ValueError, RuntimeError))
     assert client.put(rows(a=torch.arange(2)), partition_id=name).size == 2
+
+
+@pytest.mark.parametrize(("samples", "floats"), [(20, 1), (1, 200_000)], ids=["samples", "bytes"])
+def test_a_fetch_that_starves_while_puts_wait_for_room_says_that_the_queue_is_full(client, name, samples, floats):
+    filling = rows(a=torch.zeros(samples, floats))
+    client.put(filling, partition_id=name)
+    with ThreadPoolExecutor() as pool:
+        put = pool.submit(client.put, filling, partition_id=name)
+        while not any(parked["writer"] for parked in client.get_stats()["waiting"]):
+            assert not put.done()
+        with pytest.raises(tq.BatchTimeoutError, match=r"full, and 1 put waits for room\. Clear consumed samples"):
+            client.get_meta(["b"], 1, name, task_name="t", timeout_s=0.0)
+        with pytest.raises(tq.StorageFullError):
+            put.result()
 
 
 def test_a_put_cancelled_while_it_waits_takes_no_room_later(client, name):

@@ -111,7 +111,7 @@ class NotReady(Reply, frozen=True):
     and tags that don't match the fetch's filter. ``sealed``: the partition gets no more samples. ``lost`` counts, by
     field of the fetch, the samples of the partition that lost it with a storage unit. ``groups``: as statistics have
     them, for a task that draws groups. ``in_hand``: by client, the samples that it has taken to add such a field.
-    ``elsewhere``: what the queue holds, if not the partition.
+    ``elsewhere``: what the queue holds, if not the partition. So many ``parked_puts`` wait for room.
     """
 
     wanted: int
@@ -128,6 +128,7 @@ class NotReady(Reply, frozen=True):
     groups: dict[str, Any] = {}
     in_hand: dict[str, int] = {}
     elsewhere: str = ""
+    parked_puts: int = 0
 
 
 class Ended(Reply, frozen=True):

@@ -18,6 +18,7 @@ from transfer_queue import protocol as p
 from transfer_queue.calls import PIECE, Answer, Call, Calls, Effect, Steps, Turn, Verb, replied
 from transfer_queue.control import fetches, lifecycle, memberships, queries, writing
 from transfer_queue.control.plane import ControlPlane, PlaneVerb
+from transfer_queue.control.state import WRITERS
 from transfer_queue.errors import InvalidRequestError, ProtocolError, StorageFullError, TransferQueueError, to_wire
 from transfer_queue.server.janitor import Janitor
 from transfer_queue.server.meter import Meter
@@ -176,6 +177,8 @@ class Front:
         try:
             if type(reply) is p.Failed:
                 reply = self._explained(reply)
+            elif type(reply) is p.NotReady:
+                reply = msgspec.structs.replace(reply, parked_puts=self._num_parked_puts())
             return Outgoing(answer.envelope, p.encode(reply), answer.values)
         except _UNENCODABLE as error:  # a value that can't travel harms its own call alone
             _log.error("an answer of type %s can't be encoded: %r", type(reply).__name__, error)
@@ -189,6 +192,11 @@ class Front:
             return reply
         held_up_by = writing.held_up_by(self.plane.state).rstrip()
         return reply if held_up_by in reply.text else p.Failed(reply.id, reply.code, f"{reply.text} {held_up_by}")
+
+    def _num_parked_puts(self) -> int:
+        """How many puts wait for room, as far as this process knows."""
+        in_unit = 0 if self.unit is None else len(self.unit.waiting(self.calls.now))
+        return len(self.calls.waits.of(WRITERS)) + in_unit
 
     # ---- clears ----
 
