@@ -16,6 +16,8 @@ from tests.console import lightning_tq
 from tests.own_processes import SLOW
 from tests.warm_python import run_python
 
+pytestmark = pytest.mark.timeout(300)
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", *(ROOT / "examples").rglob("README.md")])
 NEEDS = {"ray.md": "ray", "metrics.md": "prometheus_client", "huggingface.md": "transformers"}
@@ -65,7 +67,7 @@ def run(directory: Path, *words: str) -> str:
         "HOME": str(directory),
         "HF_HUB_OFFLINE": "1",
     }
-    done = run_python(*words, cwd=directory, env=environment, timeout=100 * SLOW)
+    done = run_python(*words, cwd=directory, env=environment, timeout=280 * SLOW)
     assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
 
