@@ -186,8 +186,10 @@ def tables(report: Numbers) -> RenderableType:
     }
     parts += [table_of(columns, own) for columns, own in rows.items() if own]
     for kind in ("gone", "lost", "full", "storage", "unit", "sampler"):
-        if texts := [each["statement"] for each in findings if each["kind"] == kind][-_MOST_LINES:]:
-            parts.append(Text("\n".join(texts), style="red"))
+        if texts := [each["statement"] for each in findings if each["kind"] == kind]:
+            more = len(texts) - _MOST_LINES
+            shown = [*texts[-_MOST_LINES:], *([f"and {more:,} more of this kind (lightning-tq doctor)"] * (more > 0))]
+            parts.append(Text("\n".join(shown), style="red"))
     return Group(*(line for part in parts for line in (part, Text())))
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_tq.checks import counted
@@ -16,6 +18,7 @@ from lightning_tq.run import Run
 from lightning_tq.stream import Stream
 from lightning_tq.trainer_compat import callbacks_of
 from transfer_queue import Finding, GroupSampler
+from transfer_queue.errors import TransferQueueError
 
 
 class TrainingTime(NamedTuple):
@@ -33,7 +36,7 @@ class TrainingTime(NamedTuple):
 
 
 class FitReport(Callback):
-    """Logs the paragraph from the first rank. TQDataModule adds one for each run.
+    """Logs the paragraph from the first rank, also after Ctrl-C or SIGTERM. TQDataModule adds one for each run.
 
     The time until the first batch, in which producers start, counts apart.
     """
@@ -69,6 +72,15 @@ class FitReport(Callback):
             self._paused_at = None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._report(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, KeyboardInterrupt | SIGTERMException):
+            self.on_validation_end(trainer, pl_module)
+            with suppress(TransferQueueError):  # the same Ctrl-C may have ended the queue
+                self._report(trainer)
+
+    def _report(self, trainer: Trainer) -> None:
         run = Run.find(trainer)
         if run is None or not self._batches:
             return

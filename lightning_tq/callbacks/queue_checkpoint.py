@@ -27,6 +27,7 @@ from transfer_queue import (
     CheckpointNotFoundError,
     TransferQueueClient,
     describe_checkpoint,
+    diagnose,
     remove_checkpoint,
     spooled_checkpoint,
     upload_checkpoint,
@@ -45,7 +46,8 @@ _END_S = 1.0
 class TQCheckpoint(Callback):
     """Saves the whole queue with each checkpoint that the Trainer saves: ``last.ckpt.tq`` next to ``last.ckpt``.
 
-    Removing a checkpoint through the Trainer, as ModelCheckpoint does, also removes its queue.
+    Removing a checkpoint through the Trainer, as ModelCheckpoint does, also removes its queue. One whose queue has all
+    values stays while later ones lack some, because a storage unit has ended.
     ``trainer.fit(ckpt_path=...)`` restores the queue if the TQDataModule has started a new, empty one. A queue that is
     still alive is used unchanged.
 
@@ -76,6 +78,10 @@ class TQCheckpoint(Callback):
         self.asynchronous = asynchronous
         self._strategy: Strategy | None = None
         """That whose methods are wrapped."""
+        self._whole: set[str] = set()
+        """Checkpoints of this process whose queues have all values."""
+        self._lacks_values = False
+        """Whether the last saved queue does."""
         self._writer: BackgroundWorker[Callable[[], None]] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -176,11 +182,13 @@ class TQCheckpoint(Callback):
         def save() -> None:
             if self._writer is None:
                 self._client().save_checkpoint(target, metadata=metadata)
+                self._look_for_losses(os.fspath(filepath))
                 return
             self._writer.flush()  # so that an ack knows: once a checkpoint is saved, the one before is written
             with ExitStack() as spool:
                 directory = spool.enter_context(spooled_checkpoint(target)) if _is_url(target) else Path(target)
                 self._client().save_checkpoint(directory, metadata=metadata)
+                self._look_for_losses(os.fspath(filepath))
                 held = copy.deepcopy(checkpoint)  # training goes on to change what it refers to
                 write = partial(self._write, held, filepath, storage_options, directory, spool.pop_all())
             self._writer.submit(write, replace=False)
@@ -192,6 +200,17 @@ class TQCheckpoint(Callback):
             return
         trainer.strategy.barrier("lightning_tq_checkpoint")  # every rank has finished its requests to the queue
         run_on_rank_zero(trainer, save)
+
+    def _look_for_losses(self, filepath: str) -> None:
+        """Warn if the queue that was just saved lacks values, which were lost with a storage unit."""
+        losses = [str(each) for each in diagnose(self._client().get_stats()) if each.kind == "lost"]
+        self._lacks_values = bool(losses)
+        if not losses:
+            self._whole.add(filepath)
+            return
+        self._whole.discard(filepath)
+        more = f" (and {len(losses) - 1:,} more)" * (len(losses) > 1)
+        logger.warning(f"{queue_path(filepath)} is saved without values. {losses[0]}{more}")
 
     def _client(self) -> TransferQueueClient:
         """Client of the queue that the fit reads. Raises NotInitializedError if this process has left that queue."""
@@ -207,6 +226,11 @@ class TQCheckpoint(Callback):
         return self._connection.client
 
     def _remove_checkpoint(self, filepath: AnyPath) -> None:
+        if self._lacks_values and os.fspath(filepath) in self._whole:
+            logger.warning(f"{filepath} stays: its queue has all values, unlike the last one. Remove it yourself.")
+            return
+        self._whole.discard(os.fspath(filepath))
+
         def remove() -> None:
             self._remove(filepath)
             if self._trainer.is_global_zero:

@@ -7,7 +7,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from transfer_queue.errors import CheckpointError, CheckpointNotFoundError, TransferQueueError
@@ -20,7 +20,8 @@ def main(args: Sequence[str]) -> int:
     """Look into a saved queue, such as last.ckpt.tq next to last.ckpt, without starting a queue.
 
     "show" prints its partitions, fields and tasks. "verify" also reads every value and compares it with its checksum.
-    Exit codes: 0, 1 if the checkpoint is damaged or foreign, 2 if there is none.
+    Exit codes: 0, 1 if the checkpoint is damaged or foreign, 2 if there is none. "verify" also exits with 1 if samples
+    had lost values with a storage unit when it was saved.
     """
     parser = argparse.ArgumentParser("lightning-tq checkpoint", description=main.__doc__, allow_abbrev=False)
     parser.add_argument("action", choices=["show", "verify"])
@@ -39,7 +40,15 @@ def main(args: Sequence[str]) -> int:
         print(json.dumps(found))
     else:
         _show(found, "verified" if options.action == "verify" else "not verified")
-    return 0
+    lost = list(_losses(found))
+    sys.stderr.writelines(f"{text}\n" for text in lost)
+    return _DAMAGED if lost and options.action == "verify" else 0
+
+
+def _losses(found: dict[str, Any]) -> Iterator[str]:
+    for name, each in found["partitions"].items():
+        for field, count in each["lost"].items():
+            yield f"{count:,} of {each['samples']:,} samples of {name!r} had lost {field!r} with a storage unit."
 
 
 def _hint(path: str) -> str:

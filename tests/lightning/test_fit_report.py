@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from producing import fill, rows
 from recorders import Recorder
 from torch.utils.data import DataLoader
@@ -67,6 +68,17 @@ def test_slow_training_is_reported_once_also_without_a_monitor(
     assert text.startswith("Queue: 4 batches in ")
     assert "training was the bottleneck" in text
     assert text.endswith("(more or faster producers would not help).")
+
+
+@pytest.mark.parametrize("how", ["interrupt", "SIGTERM"])
+def test_a_run_that_is_interrupted_is_reported(
+    data: Make, trainer: MakeTrainer, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    dm = data(train=stream("train"))
+    fill(dm.client, "train", 40)
+    with caplog.at_level(logging.INFO), pytest.raises((SystemExit, SIGTERMException)):
+        trainer().fit(Recorder(fail_at=2, how=how), datamodule=dm)
+    assert report_of(caplog).startswith("Queue: 3 batches in ")
 
 
 class SlowProducer(Callback):

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from producing import fill
 from recorders import Recorder
@@ -85,6 +85,46 @@ def test_a_new_queue_is_restored_from_next_to_the_checkpoint(
     with TQDataModule(train=stream("train@{epoch}"), queue={"units": 2}) as dm:
         trainer().fit(model, datamodule=dm, ckpt_path=folder / f"{name}.ckpt")
     assert model.indexes() == indexes[4 * int(name[-1]) :]
+
+
+class LosesAUnit(Callback):
+    """After step 2, the storage unit ends that holds what nobody trains."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.datamodule.client.evict_client(self._name, unit=True)
+
+
+def test_a_checkpoint_with_all_values_stays_once_later_ones_lack_some(
+    trainer: MakeTrainer, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def held(client: tq.TransferQueueClient) -> dict[str, int]:
+        return {each["unit"]: each["samples"] for each in client.get_storage_stats()}
+
+    kept = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_last=True)
+    with TQDataModule(train=stream("train"), queue={"units": 2, "server_processes": "each"}) as dm:
+        fill(dm.client, "train", 40)
+        before, count = held(dm.client), 0
+        while not (others := [unit for unit, samples in held(dm.client).items() if samples and not before[unit]]):
+            fill(dm.client, f"other@{count}", 1)
+            count += 1
+        (name,) = [each for each in dm.client.get_stats()["clients"] if each.startswith(f"unit {others[0]}.")]
+        callbacks = [LosesAUnit(name), TQCheckpoint(), kept]
+        trainer(callbacks=callbacks, enable_checkpointing=True, max_steps=4).fit(Recorder(), datamodule=dm)
+    steps = {path for path in names(folder) if path.startswith("step")}
+    assert steps == {f"step={step}.ckpt{end}" for step in (1, 4) for end in ("", ".tq")}
+    lost = {step: describe_lost(folder / f"step={step}.ckpt.tq") for step in (1, 4)}
+    assert lost == {1: {}, 4: {f"other@{count - 1}": dict.fromkeys(("text", "x"), 1)}}
+    said = [record.getMessage() for record in caplog.records]
+    assert any("step=4.ckpt.tq is saved without values. 1 sample of 'other@" in text for text in said)
+    assert any("step=1.ckpt stays: its queue has all values" in text for text in said)
+
+
+def describe_lost(saved: Path) -> dict[str, Any]:
+    return {name: each["lost"] for name, each in tq.describe_checkpoint(saved)["partitions"].items() if each["lost"]}
 
 
 def test_a_link_to_the_last_checkpoint_is_followed(

@@ -147,6 +147,7 @@ def test_samplers_that_held_the_server_are_named_the_latest_ones() -> None:
         "S2 of task 't' held the server for 2.5 s, when nobody else was served, seen 8 s ago",
         "S3 of task 't' held the server for 2.5 s, when nobody else was served, seen 7 s ago",
         "S4 of task 't' held the server for 2.5 s, when nobody else was served, seen 6 s ago",
+        "and 2 more of this kind (lightning-tq doctor)",
     ]
     assert report["alarms"] == alarms
 

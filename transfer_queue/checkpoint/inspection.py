@@ -17,6 +17,7 @@ from transfer_queue.checkpoint.remote import RemoteCheckpoint
 from transfer_queue.checkpoint.saved_state import SavedState
 from transfer_queue.checkpoint.spool import spooled_checkpoint
 from transfer_queue.control.saved import SavedPartition, live_rows
+from transfer_queue.protocol import unpack_indexes
 
 
 def describe_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> dict[str, Any]:
@@ -25,9 +26,11 @@ def describe_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -
     Args:
         verify: Read all values, too, and compare them with their checksums.
     Returns:
-        {"version", "metadata", "nbytes", "partitions": {name: {"samples", "keys", "sealed", "fields", "tasks"}}}.
+        {"version", "metadata", "nbytes", "partitions": {name: {...}}}, each with "samples", "keys", "sealed", "fields",
+        "tasks" and "lost".
         "fields": {name: {"samples", "dtype", "shape", "nbytes"}}; a dtype of None means objects, and a None in a shape
         a size that differs between samples. "tasks": {name: {"given", "consumed"}} in samples. "nbytes": of values.
+        "lost": by field, how many samples had lost it with a storage unit.
     Raises:
         CheckpointNotFoundError: there is none, or a file of it is missing; the text names it.
         CheckpointError: it is foreign, damaged, or of a newer version.
@@ -66,7 +69,7 @@ def _partitions(state: SavedState, nbytes: dict[tuple[str, str], int]) -> dict[s
     found: dict[str, Any] = {}
     for saved in state.slices():
         for section in saved.partitions:
-            empty = {"samples": 0, "keys": 0, "sealed": section.sealed, "fields": {}, "tasks": {}}
+            empty = {"samples": 0, "keys": 0, "sealed": section.sealed, "fields": {}, "tasks": {}, "lost": {}}
             _add(found.setdefault(section.name, empty), section)
     for partition, described in found.items():
         described["fields"] = {
@@ -87,6 +90,8 @@ def _add(described: dict[str, Any], section: SavedPartition) -> None:
         shape = [None] * field.ndim if field.shape is None and field.ndim is not None else field.shape
         own = described["fields"].setdefault(field.name, {"samples": 0, "dtype": dtype, "shape": shape})
         own["samples"] += _count(field.has, live)
+    for name, indexes in section.lost.items():
+        described["lost"][name] = described["lost"].get(name, 0) + len(unpack_indexes(indexes))
     for consumer in section.consumers:
         own = described["tasks"].setdefault(consumer.task, {"given": 0, "consumed": 0})
         own["given"] += _count(consumer.given, live, "<i4")

@@ -153,13 +153,13 @@ class SocketCaller:
             turns = self._turns() if self._settling else []
             try:
                 borrowed.extend(map(idle.pop, _LAST))
-                break
+                return borrowed[-1]
             except IndexError:
-                if turns == self._turns() and all(turn % 2 == 0 for turn in turns):  # no thread had one meanwhile
-                    borrowed.append(self._connect(peer))
-                    self._made.add(borrowed[-1])
-                    break
-        return borrowed[-1]
+                may_return = turns != self._turns() or any(turn % 2 for turn in turns)
+            if not may_return:  # no thread had one meanwhile
+                borrowed.append(self._connect(peer))
+                self._made.add(borrowed[-1])
+                return borrowed[-1]
 
     def _connect(self, peer: Peer) -> Connection:
         if not peer.address.startswith("tcp://"):

@@ -294,7 +294,8 @@ def _check_socket(address: str) -> None:
         missing = path != address and not Path(path).exists()
     except PermissionError:
         raise QueueUnreachableError(
-            f"the queue at {address} belongs to another user: its directory can't be entered. Start one of your own."
+            f"the queue at {address} belongs to another user: its directory can't be entered. "
+            f"Ask as that user, or start one of your own."
         ) from None
     if missing:
         raise QueueUnreachableError(
