@@ -18,8 +18,9 @@ import msgspec
 from transfer_queue.protocol import NotReady
 
 Numbers = Mapping[str, Any]
-_GENERATION_ABOVE = 0.1
-"""Share of the time that training waited from which generation counts as the bottleneck."""
+_TRAINING_BELOW, _GENERATION_FROM = 0.05, 0.2
+"""Shares of the time that training waited. In between, neither side is called the bottleneck."""
+_BOTH = "training and generation"
 _CLEAR = "clear consumed samples or partitions"
 _CLEARED = "cleared (clear_consumed, clear_partition)"
 _FULL_FROM = 0.95
@@ -74,13 +75,16 @@ class Finding:
     def of_training(cls, elapsed_s: float, waited_s: float) -> Finding:
         """Which side limits a run whose training waited for so many of these seconds, and by how much."""
         share = waited_s / elapsed_s
-        if share < _GENERATION_ABOVE:
-            waited = f"was the bottleneck: it waited for samples in {share:.0%} of its time"
-            return cls(kind="training", what="training", held_up_by=(waited,))
-        times = elapsed_s / max(elapsed_s - waited_s, 1e-9)
-        slower = f"took {times:.1f} times as long as" if times < 100 else "took far longer than"
-        waited = f"was the bottleneck: it {slower} training, which waited for samples in {share:.0%} of its time"
-        return cls(kind="training", what="generation", held_up_by=(waited,))
+        what, waited = _side(share), f"samples in {share:.0%} of its time"
+        if what == "training":
+            waited = f"was the bottleneck: it waited for {waited}"
+        elif what == _BOTH:
+            waited = f"kept pace: training waited for {waited}"
+        else:
+            times = elapsed_s / max(elapsed_s - waited_s, 1e-9)
+            slower = f"took {times:.1f} times as long as" if times < 100 else "took far longer than"
+            waited = f"was the bottleneck: it {slower} training, which waited for {waited}"
+        return cls(kind="training", names=(what,), what=what, held_up_by=(waited,))
 
     @classmethod
     def of_a_look(cls, task: str | None, seconds: float, waited_share: float) -> Finding:
@@ -94,8 +98,9 @@ class Finding:
         if task is None:
             return cls(kind="training", what="nothing is read:", held_up_by=(f"no task has asked in {time}",))
         waited = f"task {task!r} waited for samples in {waited_share:.0%} of {time}"
-        side = "training" if waited_share < _GENERATION_ABOVE else "generation"
-        return cls(kind="training", names=(side,), what=side, held_up_by=(f"is the bottleneck: {waited}",))
+        side = _side(waited_share)
+        does = "keep pace" if side == _BOTH else "is the bottleneck"
+        return cls(kind="training", names=(side,), what=side, held_up_by=(f"{does}: {waited}",))
 
     @classmethod
     def of_groups(cls, partition: str, groups: Numbers) -> Finding:
@@ -131,6 +136,13 @@ def diagnose(stats: Numbers, units: Sequence[Numbers] = (), units_error: str | N
     known = {**stats, "partitions": shown, "units": units, "keepers": keeping, "used": used}
     waits = [_wait(known, each) for each in waiting]
     return [*_wrong(known, units_error), *_full(known, [each for each in waits if each.kind == "put"]), *waits]
+
+
+def _side(waited_share: float) -> str:
+    """Which side limits a run whose training waits in so much of its time."""
+    if waited_share < _TRAINING_BELOW:
+        return "training"
+    return _BOTH if waited_share < _GENERATION_FROM else "generation"
 
 
 def is_internal(name: str | None) -> bool:

@@ -20,6 +20,10 @@ from lightning_tq.trainer_compat import callbacks_of
 from transfer_queue import Finding, GroupSampler
 from transfer_queue.errors import TransferQueueError
 
+_LONGEST_START_S = 300.0
+"""A producer that has not joined the queue by then may do without it."""
+_SHORT_S = 1.0
+
 
 class TrainingTime(NamedTuple):
     """How long a run has trained."""
@@ -38,12 +42,16 @@ class TrainingTime(NamedTuple):
 class FitReport(Callback):
     """Logs the paragraph from the first rank, also after Ctrl-C or SIGTERM. TQDataModule adds one for each run.
 
-    The time until the first batch, in which producers start, counts apart.
+    What counts begins with the first batch, and with the first one after all of the run's producers have joined the
+    queue: a resumed run has batches before they have started.
     """
 
     def __init__(self) -> None:
         self.first = TrainingTime(0.0, 0.0)
         """When the first batch had come."""
+        self.began = self.first
+        """From when on it counts which side waits for the other."""
+        self._producers_start = True
         self._since = time.perf_counter()
         self._paused_at: float | None = None
         self._batches = 0
@@ -59,8 +67,11 @@ class FitReport(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         run = Run.find(trainer)
-        if run is not None and not self._batches:
-            self.first = self.read(run.train_reader().waited_s)
+        if run is not None and self._producers_start:
+            self.began = self.read(run.train_reader().waited_s)
+            if not self._batches:
+                self.first = self.began
+            self._producers_start = self.began.seconds < _LONGEST_START_S and _are_starting(run)
         self._batches += 1
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -85,18 +96,33 @@ class FitReport(Callback):
         if run is None or not self._batches:
             return
         reader, batches = run.train_reader(), counted(self._batches, "batch", "batches")
-        passed = self.read(reader.waited_s).since(self.first)
+        now = self.read(reader.waited_s)
+        passed = now.since(self.first)
         if reader.stream.replay_from is not None:
             rank_zero_info(f"Replayed {batches} of {reader.stream.replay_from} in {passed.seconds:.1f} s.")
             return
         name = str(reader.progress.partition)  # the last one
         groups = run.client.get_stats()["partitions"].get(name, {}).get("groups", {})
-        limit = Finding.of_training(*passed)
+        limit = Finding.of_training(*now.since(self.began))
         limit = replace(limit, to_do=tuple(_advice(reader.stream, limit, groups)))
         rank_zero_info(
             f"Queue: {batches} in {passed.seconds:.1f} s without validation, the first one after "
-            f"{self.first.seconds:.1f} s; {limit}{_of_groups(name, groups)}"
+            f"{self.first.seconds:.1f} s{self._start_text()}; {limit}{_of_groups(name, groups)}"
         )
+
+    def _start_text(self) -> str:
+        """What doesn't count of the time since the first batch."""
+        start_s = self.began.since(self.first).seconds
+        return f", then {start_s:.1f} s more while producers started" if start_s >= _SHORT_S else ""
+
+
+def _are_starting(run: Run) -> bool:
+    """Whether one of the producers that it has started on this rank has still to join the queue."""
+    running = run.producers.running()
+    if not running:
+        return False
+    clients = run.client.get_stats()["clients"]
+    return not all(each.has_joined(clients) for each in running)
 
 
 def _of_groups(partition: str, groups: dict[str, Any]) -> str:
@@ -118,6 +144,7 @@ def _advice(stream: Stream, limit: Finding, groups: dict[str, Any]) -> Iterator[
     """What to turn. Generation may be slow, or may be held back."""
     if limit.what == "training":
         yield "make steps faster or use more data-parallel ranks (more or faster producers would not help)"
+    if limit.what != "generation":
         return
     sampler = stream.sampler
     if isinstance(sampler, GroupSampler) and (share := _rejected(sampler, groups)) > 0.5:

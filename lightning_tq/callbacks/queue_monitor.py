@@ -95,7 +95,7 @@ class QueueMonitor(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.plot is not None and self._history.points:  # only the first rank has points
             report, waited_s = FitReport.of(trainer), run_of(trainer).train_reader().waited_s
-            title = Finding.of_training(*report.read(waited_s).since(report.first)).statement
+            title = Finding.of_training(*report.read(waited_s).since(report.began)).statement
             draw(self._history.points, title[0].upper() + title[1:], Path(self.plot))
 
 

@@ -29,7 +29,7 @@ _LINES_EVERY_S = 3.0
 _MOST_S = 3600
 _PAGE = re.compile(r"^Dashboard: (\S+)")
 _STEP = re.compile(r"^step (\d+): (\d+)% ")
-_LIMIT = re.compile(r"; ((?:generation|training) was the bottleneck)")
+_LIMIT = re.compile(r"; ((?:generation|training) was the bottleneck|training and generation kept pace)")
 
 
 class _Learned(NamedTuple):

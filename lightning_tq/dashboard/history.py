@@ -40,6 +40,8 @@ class QueueHistory:
         self.bottleneck: Numbers | None = None
         """Which side limits the run now: a finding as plain data."""
         self._smooth: dict[tuple[str, ...], float] = {}
+        self._starved: dict[str, float] = {}
+        """By task that has got samples, how long its reader has waited since it began."""
         self._full: tuple[float, Numbers] = (-math.inf, {})
         """When the queue was full last, and what was said of it."""
         self._numbers = 0
@@ -61,7 +63,8 @@ class QueueHistory:
         self._numbers += 1
         before, metrics = self._histograms[0][1], report["metrics"]
         staleness = {kind: dict(_means(metrics[kind], before[kind])) for kind in ("versions", "age_s")}
-        self.points.append({"n": self._numbers, "t": now, **_series(report), **staleness})
+        point = {"n": self._numbers, "t": now, **_series(report), **staleness}
+        self.points.append({**point, "starved": self._newly_starved(report)})
         seen = [point for point in self.points if now - point["t"] <= _LOOK_S]
         self.bottleneck = plain(_bottleneck(report, seen))
 
@@ -72,6 +75,16 @@ class QueueHistory:
     def since(self, number: int) -> list[Numbers]:
         """The points after this one, the oldest first."""
         return [point for point in self.points if point["n"] > number]
+
+    def _newly_starved(self, report: Numbers) -> dict[str, float]:
+        """How long the readers of tasks that say it have waited since the last report. A first batch doesn't count."""
+        latest: dict[str, tuple[float, float]] = {}
+        for partition in report["partitions"].values():
+            for task, own in partition["tasks"].items():
+                if "starved_s" in own and own["done_total"]:
+                    latest[task] = min(latest.get(task, (math.inf, 0.0)), (own["asked_s_ago"], own["starved_s"]))
+        before, self._starved = self._starved, {task: seconds for task, (_, seconds) in latest.items()}
+        return {task: max(0.0, seconds - before.get(task, seconds)) for task, seconds in self._starved.items()}
 
     def _smooth_rates(self, report: Numbers, now: float) -> None:
         past_s = now - self.points[-1]["t"] if self.points else math.inf
@@ -130,7 +143,10 @@ def _series(report: Numbers) -> Numbers:
 
 
 def _bottleneck(report: Numbers, seen: list[Numbers]) -> Finding:
-    """Of the tasks that have asked meanwhile, the one that reads most fields trains."""
+    """Of the tasks that have asked meanwhile, the one that reads most fields trains.
+
+    ``seen``: the points of the look.
+    """
     fields: dict[str, int] = {}
     for partition in report["partitions"].values():
         for task, own in partition["tasks"].items():
@@ -141,7 +157,14 @@ def _bottleneck(report: Numbers, seen: list[Numbers]) -> Finding:
     active = [task for task in fields if waits[task] or got[task] >= _LEAST_RATE * len(seen)]
     seconds = max(seen[-1]["t"] - seen[0]["t"], 1.0)
     task = max(active, key=lambda task: (fields[task], got[task]), default=None)
-    return Finding.of_a_look(task, seconds, 0.0 if task is None else waits[task] / len(seen))
+    if task is None:
+        return Finding.of_a_look(None, seconds, 0.0)
+    if task not in seen[-1]["starved"]:
+        return Finding.of_a_look(task, seconds, waits[task] / len(seen))
+    # What is fetched ahead may wait while its reader is busy: the reader says how long it waited, at its next fetch.
+    starved_s = sum(point["starved"].get(task, 0.0) for point in seen[1:])
+    waits_s = seen[-1]["waits"].get(task, 0.0)
+    return Finding.of_a_look(task, seconds, min(1.0, (starved_s + waits_s * (waits_s >= STARVING_S)) / seconds))
 
 
 _LEAST_RATE = 1e-3

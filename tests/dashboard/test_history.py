@@ -54,7 +54,7 @@ def test_a_point_adds_up_partitions_and_shows_the_longest_wait_of_each_task():
     history.add(report(waiting=[waiting(1.0), waiting(3.0), waiting(2.0, task=None, writer=True)]), now=50.0)
     assert list(history.points) == [
         {"n": 2, "t": 50.0, "put": 4.0, "got": {"learn": 6.0}, "waits": {"learn": 3.0}, "other_waits": {"puts": 2.0},
-         "held": {"unit0": 7}, "versions": {}, "age_s": {}},
+         "held": {"unit0": 7}, "versions": {}, "age_s": {}, "starved": {}},
     ]  # fmt: skip
 
 
@@ -134,6 +134,19 @@ def test_the_task_that_reads_most_fields_says_which_side_limits_the_run(waits_in
     assert history.bottleneck is not None
     assert history.bottleneck["names"] == (side,)
     assert "task 'learn' waited for samples in" in history.bottleneck["statement"]
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "side"), [(0.0, "training"), (0.1, "training and generation"), (0.6, "generation")]
+)
+def test_a_reader_that_says_how_long_it_waited_is_believed_although_its_fetch_ahead_waits(waited_s, side):
+    history = QueueHistory()
+    for second in range(10):
+        seconds = 40.0 + waited_s * second if second else 0.0  # the first batch came late
+        says = {**task(4.0), "done_total": second, "asked_s_ago": 0.5, "starved_s": seconds}
+        history.add(report(tasks={"learn": says}, waiting=[waiting(0.5)]), float(second))
+    assert history.bottleneck is not None
+    assert history.bottleneck["names"] == (side,)
 
 
 def test_a_problem_is_the_same_one_while_only_the_numbers_in_its_text_change():

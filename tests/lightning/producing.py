@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import torch
@@ -37,6 +38,12 @@ def produce(partition: str, count: int, seal: bool = True, worker: int = 0) -> N
     client.put(rows(count, start=worker * count), partition_id=partition)
     if seal:
         client.seal_partition(partition)
+
+
+def produce_late(partition: str, count: int, start_s: float) -> None:
+    """It takes so long until it joins the queue, as one does that loads a model."""
+    time.sleep(start_s)
+    produce(partition, count)
 
 
 def produce_then_fail(partition: str, count: int) -> None:

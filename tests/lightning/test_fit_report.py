@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from recorders import Recorder
 from torch.utils.data import DataLoader
 
 import transfer_queue as tq
-from lightning_tq import Stream, TQDataModule
+from lightning_tq import Producer, Stream, TQDataModule
 from lightning_tq.callbacks import fit_report
 from lightning_tq.callbacks.fit_report import FitReport
 from tests.lightning.conftest import stream
@@ -79,6 +80,18 @@ def test_a_run_that_is_interrupted_is_reported(
     with caplog.at_level(logging.INFO), pytest.raises((SystemExit, SIGTERMException)):
         trainer().fit(Recorder(fail_at=2, how=how), datamodule=dm)
     assert report_of(caplog).startswith("Queue: 3 batches in ")
+
+
+def test_waits_for_producers_that_still_start_do_not_count_although_there_were_batches(
+    data: Make, trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    late = Producer(target="producing:produce_late", args={"partition": "train", "count": 8, "start_s": 2.0})
+    dm = data(train=stream("train", num_batches=4), producers=[late])
+    dm.client.put(rows(8), partition_id="train")
+    with caplog.at_level(logging.INFO):
+        trainer().fit(Recorder(), datamodule=dm)
+    found = re.search(r"the first one after 0\.\d s, then [\d.]+ s more while producers started; ", report_of(caplog))
+    assert found is not None
 
 
 class SlowProducer(Callback):

@@ -66,6 +66,8 @@ class Consumer:
         self.num_undrawn = self._num_offered = len(self._live())
         self.num_done = 0
         self.asked_at: float | None = None
+        self.starved_s: float | None = None
+        """How long the reader of the first rank's stream has waited for batches, as it has said last."""
         self.hands = Hands(task, table)
         self._ready: KeptSets[ReadyKey] = KeptSets()
         self._undrawn_with: dict[str, int] = {}  # by field, once a reply has reported how many samples lack it

@@ -267,6 +267,7 @@ def _partition_stats(state: PlaneState, partition: Partition, now: float) -> dic
             "ended": None if end is None else end.reason,
             "dropped": 0 if end is None else end.dropped,
             "asked_s_ago": None if consumer.asked_at is None else now - consumer.asked_at,
+            **({} if consumer.starved_s is None else {"starved_s": consumer.starved_s}),
         }
     return {
         "samples": partition.num_live, "published": partition.num_published,

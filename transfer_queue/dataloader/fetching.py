@@ -61,6 +61,13 @@ def default_fetch_batch_fn(
     return (tq_client.get_data(meta), meta) if meta.size else (None, meta)
 
 
+@dataclass
+class Starved:
+    """How long the reader of a stream has waited for batches so far."""
+
+    seconds: float = 0.0
+
+
 class _Stopped(Exception):
     """The stream is to stop while it waits."""
 
@@ -87,6 +94,8 @@ class BatchFetcher:
     """Rows of the first batch that were already taken: only the remaining ones are requested."""
     last: str | None = None
     """Token of the previous batch: its partition may be cleared and created again."""
+    starved: Starved | None = None
+    """How long the stream's reader has waited; it may have had other fetchers before. None: nobody counts it."""
 
     def __post_init__(self) -> None:
         self.custom = None if self.fetch_batch_fn is None else as_fetch(self.fetch_batch_fn)
@@ -190,11 +199,19 @@ class _FromQueue:
                 skip=own.taken_rows if self._index == own.first else 0,
                 waited_s=waited_s,
                 trained=own.first,
+                starved_s=None if own.starved is None else own.starved.seconds,
             )
         )
 
     def receive(self) -> bool:
         wait = _Wait(self._fetcher)
+        try:
+            return self._receive(wait)
+        finally:
+            if self._fetcher.starved is not None:
+                self._fetcher.starved.seconds += wait.waited_s()
+
+    def _receive(self, wait: _Wait) -> bool:
         is_news = time.monotonic() < self._parked_until
         with contextlib.suppress(_Stopped):
             look = None if self._fetcher.should_stop is None else self._fetcher.look

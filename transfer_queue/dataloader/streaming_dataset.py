@@ -21,7 +21,7 @@ from transfer_queue.client import TransferQueueClient
 from transfer_queue.dataloader.batch_stream import batch_stream
 from transfer_queue.dataloader.bundle import Bundle
 from transfer_queue.dataloader.cursor import Cursor, Start
-from transfer_queue.dataloader.fetching import BatchFetcher, as_fetch, default_fetch_batch_fn
+from transfer_queue.dataloader.fetching import BatchFetcher, Starved, as_fetch, default_fetch_batch_fn
 from transfer_queue.dataloader.segments import take_all_from_segments
 from transfer_queue.dataloader.splitting import chunk_batch_fn, chunk_groups, with_heads
 from transfer_queue.errors import InvalidRequestError
@@ -127,6 +127,7 @@ class StreamingDataset(IterableDataset[Any]):
         self.timeout_s = timeout_s
         self.report_every_s = report_every_s
         self.should_stop = should_stop
+        self._starved = Starved()
         self.head_fields = head_fields
         if fetch_batch_fn is not None:
             as_fetch(fetch_batch_fn)  # raises now rather than at the first batch
@@ -242,7 +243,7 @@ class StreamingDataset(IterableDataset[Any]):
         fetch = BatchFetcher(
             client, start.partition_id, self.data_fields, self.batch_size, self.task_name, config, should_stop,
             self.should_check_consumption_status, self.timeout_s, self.report_every_s, self.fetch_batch_fn,
-            start.batch_index, self._taken_rows(start),
+            start.batch_index, self._taken_rows(start), starved=self._starved if worker is None else None,
         )  # fmt: skip
         with closing(batch_stream(fetch, start.batch_index + first, stride, self.prefetch)) as batches:
             for batch_index, data, meta in batches:

@@ -146,7 +146,8 @@ class Fetch(Request, frozen=True):
     ``mapped``: large ones as offsets in memory that the client has mapped. ``where``: a filter; a batch that is drawn
     for this fetch has only samples whose tags match. ``waited_s``: how long the caller has waited before this request.
     ``adds``: fields that the caller will put onto the batch's samples. What lacks one when its session ends is given
-    again, and other sessions get the end only once nothing lacks one.
+    again, and other sessions get the end only once nothing lacks one. ``starved_s``: how long the reader of the
+    caller's stream has waited for batches so far, in all; None: unknown. It may be busy while this fetch waits.
     """
 
     partition: str
@@ -169,6 +170,7 @@ class Fetch(Request, frozen=True):
     waited_s: Seconds = 0.0
     trained: Position | None = None
     adds: list[str] = []
+    starved_s: Seconds | None = None
 
 
 class Cancel(Request, frozen=True):
