@@ -51,7 +51,7 @@ class GroupsMachine(RuleBasedStateMachine):
         self.unit = 0
         """The number of the other storage unit, while there is one."""
         self.in_unit: set[int] = set()
-        self.sealed = self.has_ended = False
+        self.sealed = self.has_ended = self.reader_is_over = False
         self.no_more_work = False
         """Whether a worker was told so."""
         self.num_heads = 0
@@ -371,12 +371,12 @@ class GroupsMachine(RuleBasedStateMachine):
             assert index not in self.read, "a row is read once"
             assert any(index in group.rows() for group in self.groups.values()), "rows that are gone are not read"
             self.read.add(index)
-        else:
+        elif not self.reader_is_over:  # which stays at its end, also when groups wait again
             here = {index for group in self.groups.values() for index in group.rows()}
             assert here <= self.read, "no row is skipped"
             if isinstance(reply, p.Ended):
                 assert self.is_over()
-                self.has_ended = True
+                self.has_ended = self.reader_is_over = True
 
     # ---- trainers ----
 
