@@ -42,8 +42,9 @@ class Finding:
     """
 
     kind: str
-    """A wait is a "fetch", "put" or "keys". What went wrong: "gone" (producers), "lost" (values), "unit", "storage",
-    "sampler" or "full" (the queue). "training" says what limits a run, "groups" what became of those of a partition."""
+    """A wait is a "fetch", "put", "keys" or "lease". What went wrong: "gone" (producers), "lost" (values), "unit",
+    "storage", "sampler" or "full" (the queue). "training" says what limits a run, "groups" what became of those of a
+    partition."""
     names: tuple[object, ...] = ()
     """Which one of its kind. They stay the same while numbers change."""
     what: str
@@ -273,6 +274,8 @@ def _wait(stats: Numbers, waiting: Numbers) -> Finding:
     client, name = waiting["client"], waiting.get("partition")
     if waiting["writer"]:
         return _put(stats, waiting)
+    if "workers" in waiting:
+        return _lease(stats, waiting)
     if "keys" in waiting:
         keys = f"{waiting['wanted'] or 'changed'} {waiting['keys'].replace('keys', f'keys of {name!r}', 1)}"
         return Finding(
@@ -281,8 +284,7 @@ def _wait(stats: Numbers, waiting: Numbers) -> Finding:
         )  # fmt: skip
     partition = stats["partitions"].get(name)
     if partition is None:
-        held = ((name, own["samples"], own["sealed"]) for name, own in sorted(stats["partitions"].items()))
-        return _fetch({**waiting, "elsewhere": holds(held)})
+        return _fetch({**waiting, "elsewhere": _held(stats)})
     own = {
         "given": _given(partition, waiting.get("lacking", ())),
         "known_fields": partition["fields"], "reserved": partition["held"], "sealed": partition["sealed"],
@@ -325,6 +327,34 @@ def _put(stats: Numbers, waiting: Numbers) -> Finding:
     if savers and nbytes is None and (size is None or stats["used"] + (waiting["wanted"] or 0) <= size):
         return replace(found, waits_for=f"a checkpoint, before it replaces {what}", held_up_by=savers, to_do=())
     return found
+
+
+def _lease(stats: Numbers, waiting: Numbers) -> Finding:
+    """Workers without work. That is usual where training is slower, so there is nothing to do."""
+    count, name = waiting["workers"], waiting["partition"]
+    return Finding(
+        kind="lease", names=(name, waiting["client"]), what=f"{count:,} worker{'s' * (count != 1)}",
+        waits_for=f"a group of {name!r} to work on", age_s=waiting["waited_s"], client=waiting["client"],
+        held_up_by=tuple(dict.fromkeys(_no_work(stats, waiting["partitions"]))),
+    )  # fmt: skip
+
+
+def _no_work(stats: Numbers, partitions: Sequence[str]) -> Iterator[str]:
+    if not partitions:
+        yield f"there is no such partition in the queue, which {_held(stats)}"
+    for partition in partitions:
+        groups = stats["partitions"].get(partition, {}).get("groups")
+        if not groups or not groups["states"].get("waiting"):
+            yield f"{partition!r} has none that waits"
+            continue
+        yield from _held_back({"groups": groups})
+        for task, own in groups["slots"].items():
+            if own["used"] >= own["budget"] > 0:
+                yield f"task {task!r} has {own['used']:,} of {own['budget']:,} slots in use"
+
+
+def _held(stats: Numbers) -> str:
+    return holds((name, own["samples"], own["sealed"]) for name, own in sorted(stats["partitions"].items()))
 
 
 def _freeing(stats: Numbers) -> Iterator[str]:

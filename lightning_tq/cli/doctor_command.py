@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _PROBLEMS = 1
 _LEAST_OPEN_FILES = 4096
 _LEAST_SHM = 256 << 20
-_WAITS = ("fetch", "put", "keys")
+_WAITS = ("fetch", "put", "keys", "lease")
 """Kinds of findings that are normal while they are young."""
 
 
@@ -174,7 +174,8 @@ def check_queue(address: str, stats: Mapping[str, Any], findings: Sequence[Findi
     samples = counted(sum(each["samples"] for each in partitions), "sample")
     yield fine(f"queue {address}: {samples} in {counted(len(partitions), 'partition')}")
     for finding in findings:
-        yield Line(finding.kind not in _WAITS or (finding.age_s or 0.0) > wait_s, str(finding))
+        is_long = finding.kind != "lease" and (finding.age_s or 0.0) > wait_s
+        yield Line(is_long or finding.kind not in _WAITS, str(finding))
 
 
 def _look_at(address: str | None, wait_s: float) -> tuple[list[Line], Any | None]:

@@ -134,7 +134,7 @@ def _series(report: Numbers) -> Numbers:
     waits: dict[str, float] = dict.fromkeys(got, 0.0)
     other_waits: dict[str, float] = {}
     for each in report["waiting"]:
-        name = each["task"] or ("puts" if each["writer"] else "waits for keys")
+        name = each["task"] or ("puts" if each["writer"] else "leases" if "workers" in each else "waits for keys")
         kind = waits if each["task"] else other_waits
         kind[name] = max(kind.get(name, 0.0), each["waited_s"])
     put = sum(partition["put_per_s"] or 0.0 for partition in report["partitions"].values())
@@ -178,7 +178,7 @@ def _problems(findings: list[Numbers]) -> Iterator[Numbers]:
         kind, age_s = each["kind"], each["age_s"] or 0.0
         is_over = kind == "sampler" and age_s >= _ALARM_OF_S
         waits_for_a_save = kind == "put" and not each["to_do"]
-        is_normal = age_s < STARVING_S or (kind in ("keys", "put") and not waits_for_a_save)
+        is_normal = age_s < STARVING_S or (kind in ("keys", "put", "lease") and not waits_for_a_save)
         if not is_over and not (each["waits_for"] and is_normal):
             is_mild = each["waits_for"] or (kind == "full" and age_s < STARVING_S)
             yield {"id": repr((kind, *each["names"])), "level": "warn" if is_mild else "bad", "text": each["text"]}

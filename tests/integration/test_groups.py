@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,22 @@ def actor(client, name) -> str:
     """A task of the test's own that draws groups."""
     client.register_task(f"actor-{name}", tq.GroupSampler(groups=2), tail="uneven_ok")
     return f"actor-{name}"
+
+
+def test_workers_without_work_are_one_finding_that_says_why(client, name, actor):
+    client.add_groups(heads(8), name, tasks=[actor])
+    held = client.lease(name, 8)
+    with ThreadPoolExecutor() as pool:
+        waits = [pool.submit(client.lease, name, timeout_s=PATIENCE_S) for _ in range(2)]
+        while not (found := [each for each in tq.diagnose(client.get_stats()) if each.what == "2 workers"]):
+            assert not any(wait.done() for wait in waits)
+        slots = client.get_stats()["partitions"][name]["groups"]["slots"][actor]["budget"]
+        full = f"task {actor!r} has {slots} of {slots} slots in use"
+        assert [each.held_up_by for each in found] == [(full,)]
+        assert found[0].waits_for == f"a group of {name!r} to work on"
+        for lease in held[:2]:
+            lease.reject("no use")
+        assert all(wait.result() for wait in waits)
 
 
 # ---- workers that die ----

@@ -141,11 +141,13 @@ class GroupVerbs(Gets, LeaseClient):
         _check_whole(p.MOST_ROWS, n=n)
         _check_lease(names, by, keep, lease_s)
         request = p.LeaseGroups(0, names, n, by == "part", where, float(lease_s), keep)
-        end = time.monotonic() + (math.inf if timeout_s is None else checked_wait("lease", timeout_s))
+        began = time.monotonic()
+        end = began + (math.inf if timeout_s is None else checked_wait("lease", timeout_s))
         while True:
-            wait_s = min(max(0.0, end - time.monotonic()), _SLICE_S)
+            now = time.monotonic()
+            asked = {"id": self.session.number(), "wait_s": min(max(0.0, end - now), _SLICE_S), "waited_s": now - began}
             try:
-                return await self._leased(msgspec.structs.replace(request, id=self.session.number(), wait_s=wait_s))
+                return await self._leased(msgspec.structs.replace(request, **asked))
             except SampleClearedError as error:
                 # This process stood still between the answer and the reading of a head. The lease was lost meanwhile,
                 # and its group has been trained: there may be other work.

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import islice
 from operator import attrgetter
 from typing import Any
 
@@ -14,6 +16,8 @@ from transfer_queue import protocol as p
 from transfer_queue.calls import PAGE, Call, Holding, Name, Wait
 from transfer_queue.control.checkpoints import Freezing
 from transfer_queue.control.group_numbers import group_numbers
+from transfer_queue.control.leases import LEASES
+from transfer_queue.control.leasing import matching
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import PUBLISHED, RowState, all_of
 from transfer_queue.control.serving import ServedFetch
@@ -23,6 +27,7 @@ from transfer_queue.control.tag_filter import TagFilter, parse_filter
 from transfer_queue.control.writing import Permit, Reservation
 from transfer_queue.errors import TransferQueueError
 
+_MOST_NAMED = 4
 _OF_ARRAYS = 40 * PAGE
 """Samples per reply that consists of arrays only."""
 
@@ -186,7 +191,22 @@ def _waiting(state: PlaneState, now: float) -> list[dict[str, Any]]:
     """The waiting calls of producers and consumers, and what each waits for."""
     alike: dict[object, dict[str, Any]] = {}  # all ranks of a task wait for the same
     waits = [wait for wait in state.waits if wait.queue in (WRITERS, SAVING) or wait.queue[0] in (FETCHES, KEYS)]
-    return [_waiting_call(state, wait, now, alike) for wait in waits]
+    return [*(_waiting_call(state, wait, now, alike) for wait in waits), *_waiting_workers(state, now)]
+
+
+def _waiting_workers(state: PlaneState, now: float) -> Iterator[dict[str, Any]]:
+    """One entry for all workers that wait for leases of the same groups."""
+    lines: dict[Name, list[Wait]] = {}
+    for wait in state.waits.of((LEASES,)):
+        lines.setdefault(wait.queue[:3], []).append(wait)
+    for waits in lines.values():
+        first = min(waits, key=lambda wait: wait.since - wait.owner.request.waited_s)
+        asked = first.owner.request
+        yield {
+            "partition": ", ".join(asked.partitions), "task": None, "client": first.owner.client,
+            "waited_s": now - first.since + asked.waited_s, "writer": False, "wanted": None, "workers": len(waits),
+            "partitions": [each.name for each in islice(matching(state, asked.partitions), _MOST_NAMED)],
+        }  # fmt: skip
 
 
 def _waiting_call(state: PlaneState, wait: Wait, now: float, alike: dict[object, dict[str, Any]]) -> dict[str, Any]:

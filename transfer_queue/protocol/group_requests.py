@@ -50,7 +50,8 @@ class LeaseGroups(Request, frozen=True):
     """The right to work on up to ``count`` groups, or parts of groups. It waits until there is one.
 
     ``partitions``: names and patterns, the preferred ones first. ``keep``: what earlier holders' rows the client goes
-    on with, "all", those of "closed" parts, or "none".
+    on with, "all", those of "closed" parts, or "none". ``waited_s``: how long the caller has waited
+    before this request.
     """
 
     partitions: Annotated[list[str], msgspec.Meta(min_length=1, max_length=64)]
@@ -60,6 +61,7 @@ class LeaseGroups(Request, frozen=True):
     lease_s: Annotated[float, msgspec.Meta(gt=0, le=LONGEST_WAIT_S)] = 60.0
     keep: Literal["all", "closed", "none"] = "closed"
     wait_s: Seconds = 0.0
+    waited_s: Seconds = 0.0
 
 
 class EndLease(Request, frozen=True):
