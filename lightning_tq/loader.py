@@ -160,7 +160,7 @@ class StreamReader:
             f"{self.stream.task!r}, or a group of its sampler, and were left over (tail policy)."
         )
         if self.progress.taken or self.stage == "train":
-            return text
+            return text if self.stream.sampler is not None else f"{text} With Stream(tail='pad') they are read, too."
         size, fits = self.stream.batch_size, dropped // self._run.topology.dp_size
         lower = f"lower batch_size from {size} to at most {fits} on each rank, or " if fits else ""
         remedy = "draw fewer groups at once" if size is None else f"{lower}set tail='pad'"

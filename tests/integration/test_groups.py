@@ -75,6 +75,17 @@ def test_workers_without_work_are_one_finding_that_says_why(client, name, actor)
         assert all(wait.result() for wait in waits)
 
 
+def test_how_stale_drawn_groups_were_is_counted_by_task(client, name, actor):
+    client.advance(name, 3)
+    client.add_groups(heads(2), name, tasks=[actor])
+    for number, lease in enumerate(client.lease(name, 2)):
+        lease.close(answers(number))
+    client.advance(name, 5)
+    client.get_meta(["answer"], None, name, task_name=actor)
+    counted = client.get_stats()["metrics"]["versions"][actor]
+    assert (sum(counted["counts"]), counted["sum"]) == (2, 4)
+
+
 # ---- workers that die ----
 
 

@@ -152,6 +152,8 @@ class Meter:
             return
         if (kind is p.Put or kind is p.Publish) and request.tags:
             self._put(request.tags, now)
+        elif kind is p.Advance:
+            self._newest.put(request.version, now)
         begin = request.begin if kind is p.Put else request
         indexes = getattr(reply, "indexes", None) or getattr(begin, "indexes", None)
         if not indexes:
@@ -178,9 +180,9 @@ class Meter:
         if age_s is not None:
             _of(self._age_s, task, AGE_BOUNDS_S).add(age_s)
         newest = self._newest.version
-        if batch.tags and newest is not None:
+        if newest is not None and (batch.versions or batch.tags):
             histogram = _of(self._versions, task, VERSION_BOUNDS)
-            for version in _versions(unpack_tags(batch.tags)):
+            for version in batch.versions.values() or _versions(unpack_tags(batch.tags)):
                 histogram.add(max(0, newest - version))
 
     def reads(self, rows: Rows, frames: Sequence[Any]) -> None:
@@ -193,7 +195,7 @@ class Meter:
 
     def of_controller(self) -> dict[str, Any]:
         """``requests`` by name, each with its latencies; ``loop``: how long each turn took; ``age_s``: of the oldest
-        sample of each batch, by task; ``versions``: how many versions behind the newest samples were, by task.
+        sample of each batch, by task; ``versions``: how many versions behind the newest groups or samples were, by task.
         """
         return {
             "bounds": {name: list(bounds) for name, bounds in BOUNDS.items()},
