@@ -17,31 +17,11 @@ from producing import fill, rows
 from recorders import Recorder
 from torch.utils.data import DataLoader
 
-import transfer_queue as tq
-from lightning_tq import Producer, Stream, TQDataModule
-from lightning_tq.callbacks import fit_report
-from lightning_tq.callbacks.fit_report import FitReport
+from lightning_tq import Producer, TQDataModule
 from tests.lightning.conftest import stream
-from transfer_queue import Finding
 
 Make = Callable[..., TQDataModule]
 MakeTrainer = Callable[..., Trainer]
-
-
-def test_the_clock_leaves_out_validation_and_earlier_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr(fit_report.time, "perf_counter", lambda: now)
-    report, training = FitReport(), (Trainer(logger=False), Recorder())
-    now = 105.0
-    first = report.read(7.0)
-    now = 115.0
-    report.on_validation_start(*training)
-    now = 155.0
-    report.on_validation_end(*training)
-    report.on_validation_end(*training)
-    now = 165.0
-    assert report.read(12.0).since(first) == (20.0, 5.0)
-    assert report.read(99.0).since(first) == (20.0, 20.0)  # no more than all of it
 
 
 def report_of(caplog: pytest.LogCaptureFixture) -> str:
@@ -128,43 +108,6 @@ def test_slow_generation_is_reported_with_what_helps(
     threads = [each for each in threading.enumerate() if isinstance(each, threading.Timer)]
     for each in threads:
         each.join()
-
-
-JUDGED = {"added": 100, "states": {"waiting": 20, "rejected": 72}, "rejected": {"any(ok)": 72}}
-PRODUCERS = "add producers (Producer(count=...)) or make them faster"
-GATE = ["loosen the gate 'any(ok)', which rejected 90% of the groups", "work on prompts that pass it"]
-FURTHER = "let workers go further ahead of training by GroupSampler({})"
-
-
-@pytest.mark.parametrize(
-    ("options", "advice"),
-    [
-        ({"ahead": 2}, [PRODUCERS, FURTHER.format("ahead=3")]),
-        (
-            {"max_staleness": 1, "stale": "wait"},
-            [PRODUCERS, FURTHER.format("ahead=2, max_staleness=2")],
-        ),
-        ({"ahead": 4, "max_staleness": 1, "stale": "wait"}, [PRODUCERS, FURTHER.format("max_staleness=2")]),
-        (
-            {"gate": "any(ok)"},
-            [
-                *GATE,
-                "begin more groups than a step needs by GroupSampler(oversample=10)",
-                FURTHER.format("ahead=2"),
-            ],
-        ),
-        (
-            {"gate": "any(ok)", "max_staleness": 1, "stale": "wait"},  # oversample would admit no more
-            [*GATE, FURTHER.format("ahead=2, max_staleness=2")],
-        ),
-    ],
-    ids=["ahead", "both", "staleness", "gate", "gate and staleness"],
-)
-def test_the_advice_names_what_limits_the_workers(options: dict[str, Any], advice: list[str]) -> None:
-    sampler = tq.GroupSampler(groups=4, **options)
-    drawing = Stream(partition="train", task="learn", fields=["x"], sampler=sampler)
-    groups = JUDGED if sampler.gate else {}
-    assert list(fit_report._advice(drawing, Finding.of_training(100.0, 60.0), groups)) == advice
 
 
 class Plain(Recorder):

@@ -195,7 +195,7 @@ class Meter:
 
     def of_controller(self) -> dict[str, Any]:
         """``requests`` by name, each with its latencies; ``loop``: how long each turn took; ``age_s``: of the oldest
-        sample of each batch, by task; ``versions``: how many versions behind the newest groups or samples were, by task.
+        sample of each batch, by task; ``versions``: versions behind the newest group or sample, by task.
         """
         return {
             "bounds": {name: list(bounds) for name, bounds in BOUNDS.items()},
