@@ -33,7 +33,6 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps 
         token_budget_batch_fn as token_budget_batch_fn,
     )
     from transfer_queue.diagnosis import (
-        Finding as Finding,
         diagnose as diagnose,
         is_internal as is_internal,
     )
@@ -58,6 +57,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps 
         UnitLostError as UnitLostError,
         UnsupportedValueError as UnsupportedValueError,
     )
+    from transfer_queue.finding import Finding as Finding
     from transfer_queue.interface import (
         async_kv_batch_get as async_kv_batch_get,
         async_kv_batch_get_by_meta as async_kv_batch_get_by_meta,
@@ -105,6 +105,7 @@ _KV = (
     "kv_put", "kv_batch_put", "kv_batch_get", "kv_batch_get_by_meta", "kv_list", "kv_clear", "kv_wait_keys", "kv_watch",
 )  # fmt: skip
 _MODULES = {
+    "transfer_queue.finding": ("Finding",),
     "transfer_queue.interface": (
         "init", "close", "get_client", "get_metrics_endpoint", "save_checkpoint", "load_checkpoint",
         *_KV, *(f"async_{name}" for name in _KV),
@@ -119,7 +120,7 @@ _MODULES = {
     "transfer_queue.client": ("AsyncTransferQueueClient", "KeyChanges", "TransferQueueClient"),
     "transfer_queue.client.lease": ("Lease",),
     "transfer_queue.control.tag_filter": ("parse_filter",),
-    "transfer_queue.diagnosis": ("Finding", "diagnose", "is_internal"),
+    "transfer_queue.diagnosis": ("diagnose", "is_internal"),
     "transfer_queue.errors": (
         "BatchTimeoutError", "CheckpointError", "CheckpointNotFoundError", "ConfigError", "EndOfPartitionError",
         "FieldNotReadyError", "GateStarvedError", "GroupStateError", "KeysTimeoutError", "LeaseLostError",

@@ -9,18 +9,16 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import msgspec
 
+from transfer_queue.finding import Finding, age, states_of
 from transfer_queue.protocol import NotReady
 
 Numbers = Mapping[str, Any]
-_TRAINING_BELOW, _GENERATION_FROM = 0.05, 0.2
-"""Shares of the time that training waited. In between, neither side is called the bottleneck."""
-_BOTH = "training and generation"
 _CLEAR = "clear consumed samples or partitions"
 _CLEARED = "cleared (clear_consumed, clear_partition)"
 _FULL_FROM = 0.95
@@ -29,88 +27,6 @@ _IDLE_FROM_S = 10.0
 _MOST_LISTED = 4
 _MOST_OWING = 5
 """Writers that a reply names."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """Something that waits, or that went wrong. Tables show its fields; ``str`` makes sentences of them.
-
-    Examples:
-        >>> lacking = ("1 ready", "3 lack field 'reward'")
-        >>> print(tq.Finding(kind="fetch", what="task 'ppo'", waits_for="4 samples of 'train'", held_up_by=lacking))
-        task 'ppo' waits for 4 samples of 'train': 1 ready, 3 lack field 'reward'.
-    """
-
-    kind: str
-    """A wait is a "fetch", "put", "keys" or "lease". What went wrong: "gone" (producers), "lost" (values), "unit",
-    "storage", "sampler" or "full" (the queue). "training" says what limits a run, "groups" what became of those of a
-    partition."""
-    names: tuple[object, ...] = ()
-    """Which one of its kind. They stay the same while numbers change."""
-    what: str
-    """Such as "task 'ppo'"."""
-    waits_for: str = ""
-    """Empty where nothing waits: then ``held_up_by`` says what became of it."""
-    age_s: float | None = None
-    """Seconds that it has waited, or since it was last seen."""
-    held_up_by: tuple[str, ...] = ()
-    to_do: tuple[str, ...] = ()
-    """Each of these may help."""
-    client: str = ""
-    """Whose request waits."""
-
-    @property
-    def statement(self) -> str:
-        """What is so, without what to do and without a full stop."""
-        reasons = ", ".join(self.held_up_by)
-        if not self.waits_for:
-            return f"{self.what} {reasons}"
-        waits = "waits" if self.age_s is None else f"waited {self.age_s:.1f} s"
-        return f"{self.what} {waits} for {self.waits_for}{': ' * bool(reasons)}{reasons}"
-
-    def __str__(self) -> str:
-        advice = ", or ".join(filter(None, (", ".join(self.to_do[:-1]), *self.to_do[-1:])))
-        return f"{self.statement}.{' ' * bool(advice)}{advice[:1].upper()}{advice[1:]}{'.' * bool(advice)}"
-
-    @classmethod
-    def of_training(cls, elapsed_s: float, waited_s: float) -> Finding:
-        """Which side limits a run whose training waited for so many of these seconds, and by how much."""
-        share = waited_s / elapsed_s
-        what, waited = _side(share), f"samples in {share:.0%} of its time"
-        if what == "training":
-            waited = f"was the bottleneck: it waited for {waited}"
-        elif what == _BOTH:
-            waited = f"kept pace: training waited for {waited}"
-        else:
-            times = elapsed_s / max(elapsed_s - waited_s, 1e-9)
-            slower = f"took {times:.1f} times as long as" if times < 100 else "took far longer than"
-            waited = f"was the bottleneck: it {slower} training, which waited for {waited}"
-        return cls(kind="training", names=(what,), what=what, held_up_by=(waited,))
-
-    @classmethod
-    def of_a_look(cls, task: str | None, seconds: float, waited_share: float) -> Finding:
-        """Which side limits a run now, from a look of so many seconds at its training task.
-
-        Args:
-            task: None: no task has asked for samples meanwhile.
-            waited_share: Of the look, in which the task had a fetch that waited.
-        """
-        time = f"the last {seconds:.0f} s"
-        if task is None:
-            return cls(kind="training", what="nothing is read:", held_up_by=(f"no task has asked in {time}",))
-        waited = f"task {task!r} waited for samples in {waited_share:.0%} of {time}"
-        side = _side(waited_share)
-        does = "keep pace" if side == _BOTH else "is the bottleneck"
-        return cls(kind="training", names=(side,), what=side, held_up_by=(f"{does}: {waited}",))
-
-    @classmethod
-    def of_groups(cls, partition: str, groups: Numbers) -> Finding:
-        """What became of a partition's groups.
-
-        Args:
-            groups: ``client.get_stats()["partitions"][partition]["groups"]``, which is there if it has any.
-        """
-        return cls(kind="groups", names=(partition,), what=f"groups of {partition!r}:", held_up_by=_states_of(groups))
 
 
 def diagnose(stats: Numbers, units: Sequence[Numbers] = (), units_error: str | None = None) -> list[Finding]:
@@ -137,13 +53,6 @@ def diagnose(stats: Numbers, units: Sequence[Numbers] = (), units_error: str | N
     known = {**stats, "partitions": shown, "units": units, "keepers": keeping, "used": used}
     waits = [_wait(known, each) for each in waiting]
     return [*_wrong(known, units_error), *_full(known, [each for each in waits if each.kind == "put"]), *waits]
-
-
-def _side(waited_share: float) -> str:
-    """Which side limits a run whose training waits in so much of its time."""
-    if waited_share < _TRAINING_BELOW:
-        return "training"
-    return _BOTH if waited_share < _GENERATION_FROM else "generation"
 
 
 def is_internal(name: str | None) -> bool:
@@ -251,7 +160,7 @@ def _idle(stats: Numbers) -> Iterator[str]:
                 asked[task] = min(asked.get(task, math.inf), own["asked_s_ago"])
     for task, age_s in sorted(asked.items()):
         if age_s >= _IDLE_FROM_S and task not in waiting:
-            yield f"task {task!r} doesn't read, it asked last {_age(age_s)} ago"
+            yield f"task {task!r} doesn't read, it asked last {age(age_s)} ago"
 
 
 def _gone(name: str, field: str, partition: Numbers, end: Numbers) -> Finding:
@@ -511,23 +420,9 @@ def _unknown(facts: Numbers) -> list[str]:
 
 # ---- groups ----
 
-_STATES = {
-    "ready": "ready", "running": "running", "waiting": "waiting for a worker", "closed": "without a tag or field",
-    "drawn": "in training", "failed": "failed", "expired": "expired", "stale": "too old",
-}  # fmt: skip
-
-
-def _states_of(groups: Numbers) -> tuple[str, ...]:
-    """Such as ("12 ready", "3 running (oldest 41 min, worker-7)")."""
-    states, oldest = groups["states"], groups["oldest"]
-    clauses = {state: f"{states[state]:,} {word}" for state, word in _STATES.items() if states.get(state)}
-    if "running" in clauses and oldest is not None:
-        clauses["running"] += f" (oldest {_age(oldest['age_s'])}, {oldest['worker']})"
-    return *clauses.values(), *(f"{count:,} rejected by {gate}" for gate, count in groups["rejected"].items())
-
 
 def _of_groups(facts: Numbers) -> Iterator[str]:
-    yield from _states_of(facts["groups"]) or ("there are none",)
+    yield from states_of(facts["groups"]) or ("there are none",)
     slots = facts["groups"]["slots"].get(facts["task"])
     if facts["groups"]["states"].get("closed"):
         yield from (*_lacking(facts, "row"), *_never_put(facts))
@@ -591,13 +486,6 @@ def _for_groups(facts: Numbers) -> Iterator[str]:
 def _limits(facts: Numbers, task: str) -> str:
     """The options that bound a task's slots."""
     return " and ".join(facts["groups"]["slots"].get(task, {}).get("limits", ("ahead",)))
-
-
-def _age(seconds: float) -> str:
-    for unit, size in (("h", 3600.0), ("min", 60.0)):
-        if seconds >= size * (1 if unit == "min" else 2):
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 # ---- words ----

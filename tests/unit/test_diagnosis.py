@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from transfer_queue.diagnosis import Finding, diagnose, keepers, not_ready
+from transfer_queue.diagnosis import diagnose, keepers, not_ready
+from transfer_queue.finding import Finding
 from transfer_queue.protocol import NotReady
 
 TASK = {"consumed": 6, "in_flight_samples": 2}

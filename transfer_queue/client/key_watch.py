@@ -11,8 +11,8 @@ import msgspec
 
 from transfer_queue import protocol as p
 from transfer_queue.client.base import ClientBase, checked_wait
-from transfer_queue.diagnosis import Finding
 from transfer_queue.errors import EndOfPartitionError, KeysTimeoutError
+from transfer_queue.finding import Finding
 from transfer_queue.protocol import Tags
 from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.session import Session

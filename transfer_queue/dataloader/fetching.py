@@ -20,8 +20,9 @@ from transfer_queue.client import TransferQueueClient
 from transfer_queue.client.get import FetchedBatch, fetch_request
 from transfer_queue.config import environment_number
 from transfer_queue.dataloader.batch_stream import Requested
-from transfer_queue.diagnosis import Finding, not_ready
+from transfer_queue.diagnosis import not_ready
 from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError, InvalidRequestError, QueueUnreachableError
+from transfer_queue.finding import Finding
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.utils.logging_utils import get_logger
