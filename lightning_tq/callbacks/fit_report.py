@@ -23,6 +23,8 @@ from transfer_queue.errors import TransferQueueError
 _LONGEST_START_S = 300.0
 """A producer that has not joined the queue by then may do without it."""
 _SHORT_S = 1.0
+_MANY_LACK = 8
+"""Samples that wait for a last field at the end of a run, from which on those that put it are slow."""
 
 
 class TrainingTime(NamedTuple):
@@ -102,9 +104,9 @@ class FitReport(Callback):
             rank_zero_info(f"Replayed {batches} of {reader.stream.replay_from} in {passed.seconds:.1f} s.")
             return
         name = str(reader.progress.partition)  # the last one
-        groups = run.client.get_stats()["partitions"].get(name, {}).get("groups", {})
-        limit = Finding.of_training(*now.since(self.began))
-        limit = replace(limit, to_do=tuple(_advice(reader.stream, limit, groups)))
+        partition = run.client.get_stats()["partitions"].get(name, {})
+        limit, groups = Finding.of_training(*now.since(self.began)), partition.get("groups", {})
+        limit = replace(limit, to_do=tuple(_advice(reader.stream, limit, partition)))
         rank_zero_info(
             f"Queue: {batches} in {passed.seconds:.1f} s without validation, the first one after "
             f"{self.first.seconds:.1f} s{self._start_text()}; {limit}{_of_groups(name, groups)}"
@@ -140,13 +142,23 @@ def _rejected(sampler: GroupSampler, groups: dict[str, Any]) -> float:
     return float(groups.get("rejected", {}).get(sampler.gate, 0) / max(finished, 1))
 
 
-def _advice(stream: Stream, limit: Finding, groups: dict[str, Any]) -> Iterator[str]:
+def _behind(stream: Stream, partition: dict[str, Any]) -> tuple[str, int]:
+    """The field of the stream that most samples lack which have another one of its fields; and how many."""
+    produced = {name: partition.get("produced", {}).get(name, 0) for name in stream.fields}
+    last = min(produced, key=lambda name: produced[name])
+    return last, max(produced.values()) - produced[last]
+
+
+def _advice(stream: Stream, limit: Finding, partition: dict[str, Any]) -> Iterator[str]:
     """What to turn. Generation may be slow, or may be held back."""
     if limit.what == "training":
         yield "make steps faster or use more data-parallel ranks (more or faster producers would not help)"
     if limit.what != "generation":
         return
-    sampler = stream.sampler
+    sampler, groups, (last, lacking) = stream.sampler, partition.get("groups", {}), _behind(stream, partition)
+    if lacking >= max(_MANY_LACK, stream.batch_size or 0):  # they wait for one stage, and more of those before it would only make them older
+        yield f"add producers of field {last!r}, which {lacking:,} samples still lack, or make them faster"
+        return
     if isinstance(sampler, GroupSampler) and (share := _rejected(sampler, groups)) > 0.5:
         yield f"loosen the gate {sampler.gate!r}, which rejected {share:.0%} of the groups"
         yield "work on prompts that pass it"

@@ -284,3 +284,16 @@ def test_ranks_in_lockstep_share_rounds_also_with_workers(queue, client, name):
     slow, fast = iter(made[0]), iter(made[1])
     assert read(fast) == cut(48, 4)[1::2]
     assert read(slow) == cut(48, 4)[0::2]
+
+
+# ---- layouts ----
+
+
+@pytest.mark.parametrize(("layout", "jagged"), [("dense", [True, False, True]), ("jagged", [True, True, True])])
+def test_a_field_that_is_jagged_in_some_batches_only_is_warned_of_once(queue, client, name, caplog, layout, jagged):
+    for lengths in ([2, 3], [2, 2], [1, 4]):
+        client.put({"x": [[length] * length for length in lengths]}, partition_id=name)
+    client.seal_partition(name)
+    made = dataset(queue, name, 2, fields=["x"], layout=layout)
+    assert [data["x"].is_nested for data, _ in StreamingDataLoader(made)] == jagged
+    assert caplog.text.count("layout='jagged' makes it jagged in all of them") == (layout == "dense")

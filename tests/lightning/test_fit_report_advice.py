@@ -65,5 +65,12 @@ FURTHER = "let workers go further ahead of training by GroupSampler({})"
 def test_the_advice_names_what_limits_the_workers(options: dict[str, Any], advice: list[str]) -> None:
     sampler = tq.GroupSampler(groups=4, **options)
     drawing = Stream(partition="train", task="learn", fields=["x"], sampler=sampler)
-    groups = JUDGED if sampler.gate else {}
-    assert list(fit_report._advice(drawing, Finding.of_training(100.0, 60.0), groups)) == advice
+    partition = {"groups": JUDGED} if sampler.gate else {}
+    assert list(fit_report._advice(drawing, Finding.of_training(100.0, 60.0), partition)) == advice
+
+
+def test_the_advice_names_the_field_that_samples_wait_for() -> None:
+    drawing = Stream(partition="train", task="learn", fields=["x", "reward"], batch_size=4)
+    partition = {"produced": {"x": 100, "reward": 64, "other": 1}}
+    (advice,) = fit_report._advice(drawing, Finding.of_training(100.0, 60.0), partition)
+    assert advice == "add producers of field 'reward', which 36 samples still lack, or make them faster"

@@ -14,7 +14,9 @@ from functools import cache, partial
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
+import torch
 from omegaconf import DictConfig
+from tensordict import TensorDict
 from torch.utils.data import IterableDataset, get_worker_info
 
 from transfer_queue.client import TransferQueueClient
@@ -26,6 +28,9 @@ from transfer_queue.dataloader.segments import take_all_from_segments
 from transfer_queue.dataloader.splitting import chunk_batch_fn, chunk_groups, with_heads
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.interface import connect, get_client, init, seen_from_here
+from transfer_queue.utils.logging_utils import get_logger
+
+logger = get_logger(__name__)
 
 __all__ = ["StreamingDataset", "chunk_batch_fn", "default_fetch_batch_fn"]
 
@@ -128,6 +133,9 @@ class StreamingDataset(IterableDataset[Any]):
         self.report_every_s = report_every_s
         self.should_stop = should_stop
         self._starved = Starved()
+        self._jagged: dict[str, bool] = {}
+        """By field, whether it was in the first batch."""
+        self._layout_is_said = False
         self.head_fields = head_fields
         if fetch_batch_fn is not None:
             as_fetch(fetch_batch_fn)  # raises now rather than at the first batch
@@ -247,6 +255,7 @@ class StreamingDataset(IterableDataset[Any]):
         )  # fmt: skip
         with closing(batch_stream(fetch, start.batch_index + first, stride, self.prefetch)) as batches:
             for batch_index, data, meta in batches:
+                self._warn_of_kinds(data)
                 taken = start.micro_batch if batch_index == start.batch_index else 0
                 items, numbers = self._cut(data, meta, taken, bool(fetch.taken_rows))
                 of_record = getattr(self.fetch_batch_fn, "get_heads", None)
@@ -257,6 +266,20 @@ class StreamingDataset(IterableDataset[Any]):
                 has_groups = getattr(meta, "heads", None) is not None and of_record is None
                 yield Bundle(batch_index, items, numbers, has_groups)
                 del data, meta, items  # otherwise they would stay alive while waiting for the next batch
+
+    def _warn_of_kinds(self, data: Any) -> None:
+        """Warn once of a field that is jagged in one batch and a plain tensor in another."""
+        if self._layout_is_said or not isinstance(data, TensorDict):
+            return
+        for name, column in data.items():
+            is_jagged = isinstance(column, torch.Tensor) and column.ndim > 1 and column.is_nested
+            if isinstance(column, torch.Tensor) and self._jagged.setdefault(name, is_jagged) != is_jagged:
+                self._layout_is_said = True
+                logger.warning(
+                    "field %r is a jagged tensor in some batches, and a plain one where all rows happen to have one "
+                    "length: layout='jagged' makes it jagged in all of them.", name,
+                )  # fmt: skip
+                return
 
     def _taken_rows(self, start: Start) -> int:
         """Rows of the first batch that were already taken, if it was cut into equal micro-batches; else 0."""
