@@ -156,7 +156,7 @@ def _advice(stream: Stream, limit: Finding, partition: dict[str, Any]) -> Iterat
     if limit.what != "generation":
         return
     sampler, groups, (last, lacking) = stream.sampler, partition.get("groups", {}), _behind(stream, partition)
-    if lacking >= max(_MANY_LACK, stream.batch_size or 0):  # they wait for one stage, and more of those before it would only make them older
+    if lacking >= max(_MANY_LACK, stream.batch_size or 0):  # more of what comes before would only make them older
         yield f"add producers of field {last!r}, which {lacking:,} samples still lack, or make them faster"
         return
     if isinstance(sampler, GroupSampler) and (share := _rejected(sampler, groups)) > 0.5:

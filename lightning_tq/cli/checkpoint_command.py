@@ -20,8 +20,8 @@ def main(args: Sequence[str]) -> int:
     """Look into a saved queue, such as last.ckpt.tq next to last.ckpt, without starting a queue.
 
     "show" prints its partitions, fields and tasks. "verify" also reads every value and compares it with its checksum.
-    Exit codes: 0, 1 if the checkpoint is damaged or foreign, 2 if there is none. "verify" also exits with 1 if samples
-    had lost values with a storage unit when it was saved.
+    Exit codes: 0, 1 if the checkpoint is damaged, foreign or unreadable, 2 if there is none. "verify" also exits with 1
+    if samples had lost values with a storage unit when it was saved.
     """
     parser = argparse.ArgumentParser("lightning-tq checkpoint", description=main.__doc__, allow_abbrev=False)
     parser.add_argument("action", choices=["show", "verify"])

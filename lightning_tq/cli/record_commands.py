@@ -271,6 +271,8 @@ def simulate(args: Sequence[str]) -> int:
     config = "YAML file of a run. Can be repeated; later files win."
     parser.add_argument("--config", "-c", action="append", default=[], metavar="FILE", help=config)
     options, others = parser.parse_known_args(args)
+    if not options.config and not others:
+        parser.error("the run to simulate is missing: --config FILE, as for lightning-tq fit")
     files = [word for path in options.config for word in ("--config", path)]
     sys.argv = [sys.argv[0], "simulate", *args]  # ranks in new processes get these arguments
     from lightning_tq.cli.simulate_command import run_sleeping
