@@ -215,6 +215,9 @@ class GroupsMachine(RuleBasedStateMachine):
     def lease_and_cancel(self, worker: str, count: int) -> None:
         """Nobody's fault: the group waits again, with its slot."""
         reply = self.queue.ask(worker, p.LeaseGroups, [PART], count, confirm=False)
+        if isinstance(reply, p.Ended):
+            assert self.is_over()
+            self.no_more_work = True
         if not isinstance(reply, p.LeasedGroups):
             return
         asked = {"keep": "closed", "lease_s": 60.0}
