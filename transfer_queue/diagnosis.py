@@ -240,26 +240,28 @@ def _put(stats: Numbers, waiting: Numbers) -> Finding:
 
 def _lease(stats: Numbers, waiting: Numbers) -> Finding:
     """Workers without work. That is usual where training is slower, so there is nothing to do."""
-    count, name = waiting["workers"], waiting["partition"]
+    count, name, where = waiting["workers"], waiting["partition"], waiting["where"]
     return Finding(
         kind="lease", names=(name, waiting["client"]), what=f"{count:,} worker{'s' * (count != 1)}",
-        waits_for=f"a group of {name!r} to work on", age_s=waiting["waited_s"], client=waiting["client"],
-        held_up_by=tuple(dict.fromkeys(_no_work(stats, waiting["partitions"]))),
+        waits_for=f"a group of {name!r}{f' where {where}' if where else ''} to work on", age_s=waiting["waited_s"],
+        held_up_by=tuple(dict.fromkeys(_no_work(stats, waiting))), client=waiting["client"],
     )  # fmt: skip
 
 
-def _no_work(stats: Numbers, partitions: Sequence[str]) -> Iterator[str]:
-    if not partitions:
+def _no_work(stats: Numbers, waiting: Numbers) -> Iterator[str]:
+    if not waiting["partitions"]:
         yield f"there is no such partition in the queue, which {_held(stats)}"
-    for partition in partitions:
+    for partition in waiting["partitions"]:
         groups = stats["partitions"].get(partition, {}).get("groups")
         if not groups or not groups["states"].get("waiting"):
             yield f"{partition!r} has none that waits"
             continue
         yield from _held_back({"groups": groups})
-        for task, own in groups["slots"].items():
-            if own["used"] >= own["budget"] > 0:
-                yield f"task {task!r} has {own['used']:,} of {own['budget']:,} slots in use"
+        full = [(task, own) for task, own in groups["slots"].items() if own["used"] >= own["budget"] > 0]
+        for task, own in full:
+            yield f"task {task!r} has {own['used']:,} of {own['budget']:,} slots in use"
+        if waiting["where"] and not full:
+            yield f"none of {partition!r} that waits matches the filter"
 
 
 def _held(stats: Numbers) -> str:

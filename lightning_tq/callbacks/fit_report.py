@@ -20,8 +20,7 @@ from lightning_tq.trainer_compat import callbacks_of
 from transfer_queue import Finding, GroupSampler
 from transfer_queue.errors import TransferQueueError
 
-_LONGEST_START_S = 300.0
-"""A producer that has not joined the queue by then may do without it."""
+_LOOK_EVERY_S = 1.0
 _SHORT_S = 1.0
 _MANY_LACK = 8
 """Samples that wait for a last field at the end of a run, from which on those that put it are slow."""
@@ -44,7 +43,7 @@ class TrainingTime(NamedTuple):
 class FitReport(Callback):
     """Logs the paragraph from the first rank, also after Ctrl-C or SIGTERM. TQDataModule adds one for each run.
 
-    What counts begins with the first batch, and with the first one after all of the run's producers have joined the
+    What counts begins with the first batch, and anew with the first one after one of the run's producers has joined the
     queue: a resumed run has batches before they have started.
     """
 
@@ -53,7 +52,9 @@ class FitReport(Callback):
         """When the first batch had come."""
         self.began = self.first
         """From when on it counts which side waits for the other."""
-        self._producers_start = True
+        self._starting: int | None = None
+        """How many of the run's producers had still to join the queue at the last look; None: nobody has looked."""
+        self._looked_s = 0.0
         self._since = time.perf_counter()
         self._paused_at: float | None = None
         self._batches = 0
@@ -69,12 +70,20 @@ class FitReport(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         run = Run.find(trainer)
-        if run is not None and self._producers_start:
-            self.began = self.read(run.train_reader().waited_s)
+        if run is not None:
+            now = self.read(run.train_reader().waited_s)
             if not self._batches:
-                self.first = self.began
-            self._producers_start = self.began.seconds < _LONGEST_START_S and _are_starting(run)
+                self.first = self.began = now
+            self._look_at_producers(run, now)
         self._batches += 1
+
+    def _look_at_producers(self, run: Run, now: TrainingTime) -> None:
+        """The wait for this batch doesn't count if it was for one of them to start."""
+        before = self._starting
+        if before is None or (before and now.seconds >= self._looked_s + _LOOK_EVERY_S):
+            self._starting, self._looked_s = _num_starting(run), now.seconds
+            if self._starting < (before or 0):
+                self.began = now
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._paused_at = time.perf_counter()
@@ -85,15 +94,15 @@ class FitReport(Callback):
             self._paused_at = None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._report(trainer)
+        self._report(trainer, asks=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, KeyboardInterrupt | SIGTERMException):
             self.on_validation_end(trainer, pl_module)
-            with suppress(TransferQueueError):  # the same Ctrl-C may have ended the queue
-                self._report(trainer)
+            self._report(trainer, asks=False)  # the queue may have ended, or hang
 
-    def _report(self, trainer: Trainer) -> None:
+    def _report(self, trainer: Trainer, asks: bool) -> None:
+        """``asks``: the queue, what became of groups, and which field is behind."""
         run = Run.find(trainer)
         if run is None or not self._batches:
             return
@@ -104,7 +113,7 @@ class FitReport(Callback):
             rank_zero_info(f"Replayed {batches} of {reader.stream.replay_from} in {passed.seconds:.1f} s.")
             return
         name = str(reader.progress.partition)  # the last one
-        partition = run.client.get_stats()["partitions"].get(name, {})
+        partition = run.client.get_stats()["partitions"].get(name, {}) if asks else {}
         limit, groups = Finding.of_training(*now.since(self.began)), partition.get("groups", {})
         limit = replace(limit, to_do=tuple(_advice(reader.stream, limit, partition)))
         rank_zero_info(
@@ -118,13 +127,14 @@ class FitReport(Callback):
         return f", then {start_s:.1f} s more while producers started" if start_s >= _SHORT_S else ""
 
 
-def _are_starting(run: Run) -> bool:
-    """Whether one of the producers that it has started on this rank has still to join the queue."""
-    running = run.producers.running()
-    if not running:
-        return False
-    clients = run.client.get_stats()["clients"]
-    return not all(each.has_joined(clients) for each in running)
+def _num_starting(run: Run) -> int:
+    """How many of the producers that it has started on this rank have still to join the queue."""
+    running = run.producers.running() or []
+    if running:
+        with suppress(TransferQueueError):
+            clients = run.client.get_stats()["clients"]
+            return sum(not each.has_joined(clients) for each in running)
+    return len(running)
 
 
 def _of_groups(partition: str, groups: dict[str, Any]) -> str:

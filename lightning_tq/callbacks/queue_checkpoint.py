@@ -27,7 +27,6 @@ from transfer_queue import (
     CheckpointNotFoundError,
     TransferQueueClient,
     describe_checkpoint,
-    diagnose,
     remove_checkpoint,
     spooled_checkpoint,
     upload_checkpoint,
@@ -46,8 +45,9 @@ _END_S = 1.0
 class TQCheckpoint(Callback):
     """Saves the whole queue with each checkpoint that the Trainer saves: ``last.ckpt.tq`` next to ``last.ckpt``.
 
-    Removing a checkpoint through the Trainer, as ModelCheckpoint does, also removes its queue. One whose queue has all
-    values stays while later ones lack some, because a storage unit has ended.
+    Removing a checkpoint through the Trainer, as ModelCheckpoint does, also removes its queue. One of this
+    process whose queue has all values is not removed while later ones lack some, because a storage unit has ended.
+    ``last.ckpt`` is replaced all the same.
     ``trainer.fit(ckpt_path=...)`` restores the queue if the TQDataModule has started a new, empty one. A queue that is
     still alive is used unchanged.
 
@@ -202,15 +202,26 @@ class TQCheckpoint(Callback):
         run_on_rank_zero(trainer, save)
 
     def _look_for_losses(self, filepath: str) -> None:
-        """Warn if the queue that was just saved lacks values, which were lost with a storage unit."""
-        losses = [str(each) for each in diagnose(self._client().get_stats()) if each.kind == "lost"]
-        self._lacks_values = bool(losses)
-        if not losses:
+        """Warn if the queue that was just saved lacks values, which were lost with a storage unit. Raises nothing."""
+        try:
+            partitions = self._client().get_stats()["partitions"]
+        except TransferQueueError as error:
+            logger.warning(f"{queue_path(filepath)} is saved; whether it has all values is unknown: {error}")
+            return
+        lost = [
+            f"{count:,} samples of {name!r} have lost {field!r}"
+            for name, each in partitions.items() for field, count in each["lost"].items()
+        ]  # fmt: skip
+        self._lacks_values = bool(lost)
+        if not lost:
             self._whole.add(filepath)
             return
         self._whole.discard(filepath)
-        more = f" (and {len(losses) - 1:,} more)" * (len(losses) > 1)
-        logger.warning(f"{queue_path(filepath)} is saved without values. {losses[0]}{more}")
+        more = f", and {len(lost) - 1:,} more such losses" * (len(lost) > 1)
+        logger.warning(
+            f"{queue_path(filepath)} is saved without the values that ended with a storage unit: {lost[0]}{more}. Put "
+            f"them again (client.get_lost_samples names them), or clear those samples."
+        )
 
     def _client(self) -> TransferQueueClient:
         """Client of the queue that the fit reads. Raises NotInitializedError if this process has left that queue."""

@@ -66,7 +66,8 @@ class QueueHistory:
         point = {"n": self._numbers, "t": now, **_series(report), **staleness}
         self.points.append({**point, "starved": self._newly_starved(report)})
         seen = [point for point in self.points if now - point["t"] <= _LOOK_S]
-        self.bottleneck = plain(_bottleneck(report, seen))
+        earlier = [point for point in self.points if point["t"] < seen[0]["t"]]
+        self.bottleneck = plain(_bottleneck(report, seen, earlier))
 
     def unreachable(self, why: str, now: float) -> None:
         """The queue did not answer. Whatever else is wrong lasts, as far as is known."""
@@ -81,10 +82,12 @@ class QueueHistory:
         latest: dict[str, tuple[float, float]] = {}
         for partition in report["partitions"].values():
             for task, own in partition["tasks"].items():
-                if "starved_s" in own and own["done_total"]:
+                if "starved_s" in own and (own["done_total"] or task in self._starved):
                     latest[task] = min(latest.get(task, (math.inf, 0.0)), (own["asked_s_ago"], own["starved_s"]))
-        before, self._starved = self._starved, {task: seconds for task, (_, seconds) in latest.items()}
-        return {task: max(0.0, seconds - before.get(task, seconds)) for task, seconds in self._starved.items()}
+        now = {task: seconds for task, (_, seconds) in latest.items()}
+        new = {task: max(0.0, seconds - self._starved.get(task, seconds)) for task, seconds in now.items()}
+        self._starved |= now  # a task between two partitions is in none
+        return new
 
     def _smooth_rates(self, report: Numbers, now: float) -> None:
         past_s = now - self.points[-1]["t"] if self.points else math.inf
@@ -142,10 +145,10 @@ def _series(report: Numbers) -> Numbers:
     return {"put": put, "got": got, "waits": waits, "other_waits": other_waits, "held": held}
 
 
-def _bottleneck(report: Numbers, seen: list[Numbers]) -> Finding:
+def _bottleneck(report: Numbers, seen: list[Numbers], earlier: list[Numbers]) -> Finding:
     """Of the tasks that have asked meanwhile, the one that reads most fields trains.
 
-    ``seen``: the points of the look.
+    ``seen``: the points of the look. ``earlier``: those before it.
     """
     fields: dict[str, int] = {}
     for partition in report["partitions"].values():
@@ -159,12 +162,16 @@ def _bottleneck(report: Numbers, seen: list[Numbers]) -> Finding:
     task = max(active, key=lambda task: (fields[task], got[task]), default=None)
     if task is None:
         return Finding.of_a_look(None, seconds, 0.0)
-    if task not in seen[-1]["starved"]:
+    if not any(task in point["starved"] for point in seen):
         return Finding.of_a_look(task, seconds, waits[task] / len(seen))
     # What is fetched ahead may wait while its reader is busy: the reader says how long it waited, at its next fetch.
-    starved_s = sum(point["starved"].get(task, 0.0) for point in seen[1:])
-    waits_s = seen[-1]["waits"].get(task, 0.0)
-    return Finding.of_a_look(task, seconds, min(1.0, (starved_s + waits_s * (waits_s >= STARVING_S)) / seconds))
+    # A wait that is longer than any through which it was busy is one that it has not told yet.
+    starved_s, wait_s = sum(point["starved"].get(task, 0.0) for point in seen[1:]), seen[-1]["waits"].get(task, 0.0)
+    before = [point for point in (*earlier, *seen) if point["t"] < seen[-1]["t"] - wait_s]
+    was_busy = sum(point["starved"].get(task, 0.0) for point in before) < 0.05 * len(before)
+    busy_s = max((point["waits"].get(task, 0.0) for point in before), default=0.0) if was_busy else 0.0
+    untold_s = wait_s if wait_s > max(STARVING_S, 1.2 * busy_s) else 0.0
+    return Finding.of_a_look(task, seconds, min(1.0, (starved_s + untold_s) / seconds))
 
 
 _LEAST_RATE = 1e-3

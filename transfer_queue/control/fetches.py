@@ -85,7 +85,7 @@ class _Reader:
         served = ServedFetch(state, fetch, partition, task, dp_size)
         served.client = self._call.client
         served.consumer.asked_at = now
-        if fetch.starved_s is not None and not fetch.dp_rank:
+        if fetch.dp_rank == 0:
             served.consumer.starved_s = fetch.starved_s
         if fetch.where is not None:
             self._ready = served.ready()

@@ -28,6 +28,7 @@ from transfer_queue.control.writing import Permit, Reservation
 from transfer_queue.errors import TransferQueueError
 
 _MOST_NAMED = 4
+_MOST_LINES = 64
 _OF_ARRAYS = 40 * PAGE
 """Samples per reply that consists of arrays only."""
 
@@ -195,17 +196,19 @@ def _waiting(state: PlaneState, now: float) -> list[dict[str, Any]]:
 
 
 def _waiting_workers(state: PlaneState, now: float) -> Iterator[dict[str, Any]]:
-    """One entry for all workers that wait for leases of the same groups."""
+    """One entry for all workers that wait for leases of the same partitions. ``where``: the filter of all of them."""
     lines: dict[Name, list[Wait]] = {}
     for wait in state.waits.of((LEASES,)):
-        lines.setdefault(wait.queue[:3], []).append(wait)
-    for waits in lines.values():
+        lines.setdefault(wait.queue[:2], []).append(wait)
+    for waits in islice(lines.values(), _MOST_LINES):
         first = min(waits, key=lambda wait: wait.since - wait.owner.request.waited_s)
         asked = first.owner.request
+        names = [*asked.partitions[:_MOST_NAMED], *["others"] * (len(asked.partitions) > _MOST_NAMED)]
         yield {
-            "partition": ", ".join(asked.partitions), "task": None, "client": first.owner.client,
+            "partition": ", ".join(names), "task": None, "client": first.owner.client,
             "waited_s": now - first.since + asked.waited_s, "writer": False, "wanted": None, "workers": len(waits),
             "partitions": [each.name for each in islice(matching(state, asked.partitions), _MOST_NAMED)],
+            "where": asked.where if all(wait.owner.request.where == asked.where for wait in waits) else None,
         }  # fmt: skip
 
 

@@ -255,7 +255,8 @@ class StreamingDataset(IterableDataset[Any]):
         )  # fmt: skip
         with closing(batch_stream(fetch, start.batch_index + first, stride, self.prefetch)) as batches:
             for batch_index, data, meta in batches:
-                self._warn_of_kinds(data)
+                if self.fetch_batch_fn is None:
+                    self._warn_of_kinds(data)
                 taken = start.micro_batch if batch_index == start.batch_index else 0
                 items, numbers = self._cut(data, meta, taken, bool(fetch.taken_rows))
                 of_record = getattr(self.fetch_batch_fn, "get_heads", None)

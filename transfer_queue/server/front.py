@@ -84,6 +84,7 @@ class Front:
             verbs |= {kind: self._clearing(plane.verbs[kind]) for kind in _CLEARS}
             verbs |= _ComposedCalls(plane, unit, self.meter).verbs
         if plane is not None:
+            self.meter.version_of = lambda partition: plane.state.leases.version_of(partition)
             verbs |= {p.EvictClient: self._evict, p.GetStats: self._stats, p.JoinUnit: self._join_unit}
         if unit is not None:
             verbs |= {AskUnitStats: partial(self._unit_stats, unit), EndSession: partial(self._end_in_unit, unit)}
@@ -195,7 +196,7 @@ class Front:
 
     def _num_parked_puts(self) -> int:
         """How many puts wait for room, as far as this process knows."""
-        in_unit = 0 if self.unit is None else len(self.unit.waiting(self.calls.now))
+        in_unit = 0 if self.unit is None else self.unit.num_waiting
         return len(self.calls.waits.of(WRITERS)) + in_unit
 
     # ---- clears ----

@@ -133,6 +133,8 @@ class Meter:
         self._age_s: dict[str, Histogram] = {}
         self._versions: dict[str, Histogram] = {}
         self._newest = _Newest()
+        self.version_of: Callable[[str], int | None] = lambda partition: None
+        """Of a partition, the version that trains its groups. Set by the front of a controller."""
 
     # ---- what happens ----
 
@@ -152,8 +154,6 @@ class Meter:
             return
         if (kind is p.Put or kind is p.Publish) and request.tags:
             self._put(request.tags, now)
-        elif kind is p.Advance:
-            self._newest.put(request.version, now)
         begin = request.begin if kind is p.Put else request
         indexes = getattr(reply, "indexes", None) or getattr(begin, "indexes", None)
         if not indexes:
@@ -179,7 +179,7 @@ class Meter:
         age_s = self._ages.of(oldest, now)
         if age_s is not None:
             _of(self._age_s, task, AGE_BOUNDS_S).add(age_s)
-        newest = self._newest.version
+        newest = self.version_of(batch.partition) if batch.versions else self._newest.version
         if newest is not None and (batch.versions or batch.tags):
             histogram = _of(self._versions, task, VERSION_BOUNDS)
             for version in batch.versions.values() or _versions(unpack_tags(batch.tags)):

@@ -188,12 +188,12 @@ def _waiting(page: _Page, waiting: Iterable[Numbers]) -> None:
     found: dict[tuple[str, str], list[float]] = {}
     lacking: dict[tuple[str, str, str], int] = {}
     for each in waiting:
-        kind = "put" if each["writer"] else "keys" if "keys" in each else "fetch"
-        found.setdefault((kind, each["task"] or ""), []).append(each["waited_s"])
+        kind = "put" if each["writer"] else "keys" if "keys" in each else "lease" if "workers" in each else "fetch"
+        found.setdefault((kind, each["task"] or ""), []).extend([each["waited_s"]] * each.get("workers", 1))
         for field, count in each.get("lacking", {}).items():
             lacking[each["partition"], each["task"], field] = count
     for (kind, task), waits in found.items():
-        text = "Requests that wait: fetch, put or keys."
+        text = "Requests that wait: fetch, put, keys or lease."
         page.gauge("tq_waiting_requests", text, len(waits), kind=kind, task_name=task)
         text = "How long the oldest of them has waited."
         page.gauge("tq_waiting_longest_seconds", text, max(waits), kind=kind, task_name=task)

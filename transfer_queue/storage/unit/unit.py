@@ -173,6 +173,11 @@ class StorageUnit:
             for wait in self._waiting()
         ]  # fmt: skip
 
+    @property
+    def num_waiting(self) -> int:
+        """How many requests wait for room."""
+        return len(self._waiting())
+
     def _waiting(self) -> list[_ForRoom]:
         return [wait for wait in self.calls.waits.of(_MEMORY) if isinstance(wait, _ForRoom)]
 
