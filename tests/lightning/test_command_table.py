@@ -71,7 +71,7 @@ def test_ctrl_c_that_an_import_swallows_ends_a_fit(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stderr) == (130, "")
 
 
-@pytest.mark.parametrize("words", [["doctor", "ipc:///nowhere/controller"], ["simulate", "--step-s", "1"]])
+@pytest.mark.parametrize("words", [["doctor", "ipc:///nowhere/controller"], ["simulate", "--step-s", "1", "-c", "a"]])
 def test_ctrl_c_while_modules_are_imported_ends_a_command_without_a_traceback(tmp_path: Path, words: list[str]) -> None:
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
     path = os.pathsep.join([str(tmp_path), str(ROOT)])

@@ -114,7 +114,7 @@ def test_an_epoch_whose_filter_no_sample_matches_says_which_tags_there_are(
             " So stream 'val' has no batch, and what it would log is missing. To read them, lower batch_size from 4 to "
             "at most 3 on each rank, or set tail='pad'.",
         ),
-        (5, ""),
+        (5, " With Stream(tail='pad') they are read, too."),
     ],
 )
 def test_a_validation_that_leaves_all_its_samples_over_says_what_would_read_them(
