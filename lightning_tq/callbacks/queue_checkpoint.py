@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_tq.callbacks.background_worker import BackgroundWorker
-from lightning_tq.checks import list_names
+from lightning_tq.checks import counted, list_names
 from lightning_tq.run import run_of
 from lightning_tq.topology import run_on_rank_zero
 from lightning_tq.trainer_compat import callbacks_of
@@ -209,7 +209,7 @@ class TQCheckpoint(Callback):
             logger.warning(f"{queue_path(filepath)} is saved; whether it has all values is unknown: {error}")
             return
         lost = [
-            f"{count:,} samples of {name!r} have lost {field!r}"
+            f"{counted(count, 'sample')} of {name!r} lost {field!r}"
             for name, each in partitions.items() for field, count in each["lost"].items()
         ]  # fmt: skip
         self._lacks_values = bool(lost)
