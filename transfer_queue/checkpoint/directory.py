@@ -135,7 +135,7 @@ def find(target: str | os.PathLike[str]) -> Path:
     try:
         repair(path)
     except OSError as error:
-        raise CheckpointError(f"the checkpoint {path} was left by a save that broke off: {error}.") from error
+        raise CheckpointError(f"the checkpoint {path} can't be read: {error}.") from error
     if not path.is_dir():
         raise CheckpointNotFoundError(f"no checkpoint at {path}: there is no such directory.")
     if not is_checkpoint(path):

@@ -4,6 +4,7 @@ import lightning as L
 import torch
 from sft_data import VOCABULARY
 from torch.nn.functional import cross_entropy
+from torchmetrics import MeanMetric
 
 
 class Model(L.LightningModule):
@@ -11,6 +12,7 @@ class Model(L.LightningModule):
         super().__init__()
         torch.set_num_threads(1)  # so small a model gains nothing from more, and the producers need the cores
         self.learning_rate = learning_rate
+        self.val_loss = MeanMetric()  # over all rows of all ranks
         self.layers = torch.nn.Sequential(
             torch.nn.Embedding(VOCABULARY, width),
             torch.nn.Linear(width, 2 * width),
@@ -31,7 +33,8 @@ class Model(L.LightningModule):
         return loss
 
     def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.loss(batch.data), prog_bar=True, batch_size=batch.meta.size, sync_dist=True)
+        self.val_loss.update(self.loss(batch.data), weight=batch.meta.size)
+        self.log("val_loss", self.val_loss, prog_bar=True)
 
     def on_validation_epoch_end(self):
         loss = self.trainer.callback_metrics["val_loss"]

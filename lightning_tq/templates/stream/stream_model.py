@@ -3,6 +3,7 @@
 import lightning as L
 import torch
 from torch.nn.functional import mse_loss
+from torchmetrics import MeanMetric
 
 
 class Model(L.LightningModule):
@@ -10,6 +11,7 @@ class Model(L.LightningModule):
         super().__init__()
         torch.set_num_threads(1)  # so small a model gains nothing from more, and the producers need the cores
         self.layer, self.learning_rate = torch.nn.Linear(8, 1), learning_rate
+        self.val_loss = MeanMetric()  # over all rows of all ranks
 
     def training_step(self, batch, batch_idx):
         data, _ = batch  # the second part is the handle to the samples
@@ -19,8 +21,8 @@ class Model(L.LightningModule):
 
     def validation_step(self, batch, batch_idx):
         data, meta = batch
-        loss = mse_loss(self.layer(data["x"]), data["y"])
-        self.log("val_loss", loss, prog_bar=True, batch_size=meta.size, sync_dist=True)  # the mean of all ranks
+        self.val_loss.update(mse_loss(self.layer(data["x"]), data["y"]), weight=meta.size)
+        self.log("val_loss", self.val_loss, prog_bar=True)
 
     def on_validation_epoch_end(self):
         loss = self.trainer.callback_metrics["val_loss"]
