@@ -55,6 +55,8 @@ class FitReport(Callback):
         self._starting: int | None = None
         """How many of the run's producers had still to join the queue at the last look; None: nobody has looked."""
         self._looked_s = 0.0
+        self._last = self._waited_until = self.first
+        """When the last batch had come, and the last one that took a while."""
         self._since = time.perf_counter()
         self._paused_at: float | None = None
         self._batches = 0
@@ -73,17 +75,19 @@ class FitReport(Callback):
         if run is not None:
             now = self.read(run.train_reader().waited_s)
             if not self._batches:
-                self.first = self.began = now
+                self.first = self.began = self._last = self._waited_until = now
             self._look_at_producers(run, now)
         self._batches += 1
 
-    def _look_at_producers(self, run: Run, now: TrainingTime) -> None:
-        """The wait for this batch doesn't count if it was for one of them to start."""
-        before = self._starting
-        if before is None or (before and now.seconds >= self._looked_s + _LOOK_EVERY_S):
+    def _look_at_producers(self, run: Run, now: TrainingTime, at_end: bool = False) -> None:
+        """Once one of them has joined the queue, or ended, the last long wait doesn't count: it was for its start."""
+        before, last, self._last = self._starting, self._last, now
+        if now.since(last).waited_s >= _SHORT_S:
+            self._waited_until = now
+        if before is None or (before and (at_end or now.seconds >= self._looked_s + _LOOK_EVERY_S)):
             self._starting, self._looked_s = _num_starting(run), now.seconds
             if self._starting < (before or 0):
-                self.began = now
+                self.began = self._waited_until
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._paused_at = time.perf_counter()
@@ -114,6 +118,8 @@ class FitReport(Callback):
             return
         name = str(reader.progress.partition)  # the last one
         partition = run.client.get_stats()["partitions"].get(name, {}) if asks else {}
+        if asks:
+            self._look_at_producers(run, now, at_end=True)
         limit, groups = Finding.of_training(*now.since(self.began)), partition.get("groups", {})
         limit = replace(limit, to_do=tuple(_advice(reader.stream, limit, partition)))
         rank_zero_info(

@@ -41,9 +41,10 @@ def produce(partition: str, count: int, seal: bool = True, worker: int = 0) -> N
 
 
 def produce_late(partition: str, count: int, start_s: float) -> None:
-    """It takes so long until it joins the queue, as one does that loads a model."""
+    """It takes so long until it joins the queue, as one does that loads a model. It stays until its run ends."""
     time.sleep(start_s)
     produce(partition, count)
+    threading.Event().wait()
 
 
 def produce_then_fail(partition: str, count: int) -> None:
