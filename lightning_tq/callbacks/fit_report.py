@@ -21,7 +21,8 @@ from transfer_queue import Finding, GroupSampler
 from transfer_queue.errors import TransferQueueError
 
 _LOOK_EVERY_S = 1.0
-_SHORT_S = 1.0
+_LONG_S = 1.0
+"""A wait from which on it may have been for a producer to start."""
 _MANY_LACK = 8
 """Samples that wait for a last field at the end of a run, from which on those that put it are slow."""
 
@@ -43,8 +44,8 @@ class TrainingTime(NamedTuple):
 class FitReport(Callback):
     """Logs the paragraph from the first rank, also after Ctrl-C or SIGTERM. TQDataModule adds one for each run.
 
-    What counts begins with the first batch, and anew with the first one after one of the run's producers has joined the
-    queue: a resumed run has batches before they have started.
+    What counts begins with the first batch. A resumed run may have it before the run's producers have started: then it
+    begins anew after the last long wait before one of them joined the queue.
     """
 
     def __init__(self) -> None:
@@ -81,10 +82,12 @@ class FitReport(Callback):
 
     def _look_at_producers(self, run: Run, now: TrainingTime, at_end: bool = False) -> None:
         """Once one of them has joined the queue, or ended, the last long wait doesn't count: it was for its start."""
+        if self._starting == 0:
+            return
         before, last, self._last = self._starting, self._last, now
-        if now.since(last).waited_s >= _SHORT_S:
+        if now.since(last).waited_s >= _LONG_S:
             self._waited_until = now
-        if before is None or (before and (at_end or now.seconds >= self._looked_s + _LOOK_EVERY_S)):
+        if before is None or at_end or now.seconds >= self._looked_s + _LOOK_EVERY_S:
             self._starting, self._looked_s = _num_starting(run), now.seconds
             if self._starting < (before or 0):
                 self.began = self._waited_until
@@ -116,9 +119,9 @@ class FitReport(Callback):
         if reader.stream.replay_from is not None:
             rank_zero_info(f"Replayed {batches} of {reader.stream.replay_from} in {passed.seconds:.1f} s.")
             return
-        name = str(reader.progress.partition)  # the last one
-        partition = run.client.get_stats()["partitions"].get(name, {}) if asks else {}
+        name, partition = str(reader.progress.partition), {}  # the last one
         if asks:
+            partition = run.client.get_stats()["partitions"].get(name, {})
             self._look_at_producers(run, now, at_end=True)
         limit, groups = Finding.of_training(*now.since(self.began)), partition.get("groups", {})
         limit = replace(limit, to_do=tuple(_advice(reader.stream, limit, partition)))
@@ -130,7 +133,7 @@ class FitReport(Callback):
     def _start_text(self) -> str:
         """What doesn't count of the time since the first batch."""
         start_s = self.began.since(self.first).seconds
-        return f", then {start_s:.1f} s more while producers started" if start_s >= _SHORT_S else ""
+        return f", then {start_s:.1f} s more while producers started" if start_s >= _LONG_S else ""
 
 
 def _num_starting(run: Run) -> int:

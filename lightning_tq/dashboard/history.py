@@ -65,9 +65,7 @@ class QueueHistory:
         staleness = {kind: dict(_means(metrics[kind], before[kind])) for kind in ("versions", "age_s")}
         point = {"n": self._numbers, "t": now, **_series(report), **staleness}
         self.points.append({**point, "starved": self._newly_starved(report)})
-        seen = [point for point in self.points if now - point["t"] <= _LOOK_S]
-        earlier = [point for point in self.points if point["t"] < seen[0]["t"]]
-        self.bottleneck = plain(_bottleneck(report, seen, earlier))
+        self.bottleneck = plain(_bottleneck(report, [*self.points]))
 
     def unreachable(self, why: str, now: float) -> None:
         """The queue did not answer. Whatever else is wrong lasts, as far as is known."""
@@ -145,11 +143,9 @@ def _series(report: Numbers) -> Numbers:
     return {"put": put, "got": got, "waits": waits, "other_waits": other_waits, "held": held}
 
 
-def _bottleneck(report: Numbers, seen: list[Numbers], earlier: list[Numbers]) -> Finding:
-    """Of the tasks that have asked meanwhile, the one that reads most fields trains.
-
-    ``seen``: the points of the look. ``earlier``: those before it.
-    """
+def _bottleneck(report: Numbers, points: list[Numbers]) -> Finding:
+    """Of the tasks that have asked lately, the one that reads most fields trains."""
+    seen = [point for point in points if points[-1]["t"] - point["t"] <= _LOOK_S]
     fields: dict[str, int] = {}
     for partition in report["partitions"].values():
         for task, own in partition["tasks"].items():
@@ -164,16 +160,26 @@ def _bottleneck(report: Numbers, seen: list[Numbers], earlier: list[Numbers]) ->
         return Finding.of_a_look(None, seconds, 0.0)
     if not any(task in point["starved"] for point in seen):
         return Finding.of_a_look(task, seconds, waits[task] / len(seen))
-    # What is fetched ahead may wait while its reader is busy: the reader says how long it waited, at its next fetch.
-    # A wait that is longer than any through which it was busy is one that it has not told yet.
-    starved_s, wait_s = sum(point["starved"].get(task, 0.0) for point in seen[1:]), seen[-1]["waits"].get(task, 0.0)
-    before = [point for point in (*earlier, *seen) if point["t"] < seen[-1]["t"] - wait_s]
-    was_busy = sum(point["starved"].get(task, 0.0) for point in before) < 0.05 * len(before)
+    waited_s = sum(point["starved"].get(task, 0.0) for point in seen[1:]) + _unreported_s(task, points)
+    return Finding.of_a_look(task, seconds, min(1.0, waited_s / seconds))
+
+
+def _unreported_s(task: str, points: list[Numbers]) -> float:
+    """How long the reader has waited since its last fetch, which is what it has reported.
+
+    What it fetches ahead may wait while it is busy. So only a fetch counts that waits for longer than any before it
+    through which the reader was busy.
+    """
+    wait_s: float = points[-1]["waits"].get(task, 0.0)
+    before = [point for point in points if point["t"] < points[-1]["t"] - wait_s]
+    was_busy = sum(point["starved"].get(task, 0.0) for point in before) < _BUSY_BELOW * len(before)
     busy_s = max((point["waits"].get(task, 0.0) for point in before), default=0.0) if was_busy else 0.0
-    untold_s = wait_s if wait_s > max(STARVING_S, 1.2 * busy_s) else 0.0
-    return Finding.of_a_look(task, seconds, min(1.0, (starved_s + untold_s) / seconds))
+    return wait_s if wait_s > max(STARVING_S, _LONGER * busy_s) else 0.0
 
 
+_BUSY_BELOW = 0.05
+"""Seconds per point, of which there is one per second, that a busy reader waits."""
+_LONGER = 1.2
 _LEAST_RATE = 1e-3
 """Of samples per second: a mean that fades never becomes 0."""
 _FULL = repr(("full",))

@@ -149,6 +149,30 @@ def test_a_reader_that_says_how_long_it_waited_is_believed_although_its_fetch_ah
     assert history.bottleneck["names"] == (side,)
 
 
+def test_a_fetch_ahead_that_waits_no_longer_than_through_steps_before_is_no_wait_of_its_reader():
+    history, sides = QueueHistory(), []
+    for second in range(60):  # steps of 30 s; each batch comes after 25
+        says = {**task(4.0), "done_total": 4, "asked_s_ago": 0.5, "starved_s": 0.0}
+        waits = [waiting(float(second % 30))] if second % 30 < 25 else []
+        history.add(report(tasks={"learn": says}, waiting=waits), float(second))
+        assert history.bottleneck is not None
+        sides.append(history.bottleneck["names"][0])
+    assert set(sides[30:]) == {"training"}
+
+
+def test_waits_between_partitions_count_although_the_reader_is_new_in_each():
+    history, second, starved_s = QueueHistory(), 0, 0.0
+    for _ in range(6):
+        for step in range(10):  # 8 s of waiting, 2 s of training
+            waits, samples = ([waiting(0.5 + step)], 0) if step < 8 else ([], 4)
+            says = {**task(float(samples)), "done_total": samples, "asked_s_ago": step, "starved_s": starved_s}
+            history.add(report(tasks={"learn": says}, waiting=waits), float(second))
+            second += 1
+        starved_s += 8.0
+    assert history.bottleneck is not None
+    assert history.bottleneck["names"] == ("generation",)
+
+
 def test_a_problem_is_the_same_one_while_only_the_numbers_in_its_text_change():
     history, seen = QueueHistory(), []
     for second in range(3):

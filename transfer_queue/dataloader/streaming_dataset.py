@@ -30,9 +30,9 @@ from transfer_queue.errors import InvalidRequestError
 from transfer_queue.interface import connect, get_client, init, seen_from_here
 from transfer_queue.utils.logging_utils import get_logger
 
-logger = get_logger(__name__)
-
 __all__ = ["StreamingDataset", "chunk_batch_fn", "default_fetch_batch_fn"]
+
+logger = get_logger(__name__)
 
 ProcessBatchFn = Callable[..., Iterable[Any]]
 _LOOK_EVERY_S = 1.0
@@ -133,9 +133,8 @@ class StreamingDataset(IterableDataset[Any]):
         self.report_every_s = report_every_s
         self.should_stop = should_stop
         self._starved = Starved()
-        self._jagged: dict[str, bool] = {}
-        """By field, whether it was in the first batch."""
-        self._layout_is_said = False
+        self._jagged: dict[str, bool] | None = {}
+        """By field, whether it was in the first batch. None: a field that changed was warned of."""
         self.head_fields = head_fields
         if fetch_batch_fn is not None:
             as_fetch(fetch_batch_fn)  # raises now rather than at the first batch
@@ -270,12 +269,12 @@ class StreamingDataset(IterableDataset[Any]):
 
     def _warn_of_kinds(self, data: Any) -> None:
         """Warn once of a field that is jagged in one batch and a plain tensor in another."""
-        if self._layout_is_said or not isinstance(data, TensorDict):
+        if self._jagged is None or not isinstance(data, TensorDict):
             return
-        for name, column in data.items():
-            is_jagged = isinstance(column, torch.Tensor) and column.ndim > 1 and column.is_nested
-            if isinstance(column, torch.Tensor) and self._jagged.setdefault(name, is_jagged) != is_jagged:
-                self._layout_is_said = True
+        tensors = {name: column for name, column in data.items() if isinstance(column, torch.Tensor)}
+        for name, column in tensors.items():
+            if self._jagged.setdefault(name, column.is_nested) != column.is_nested:
+                self._jagged = None
                 logger.warning(
                     "field %r is a jagged tensor in some batches, and a plain one where all rows happen to have one "
                     "length: layout='jagged' makes it jagged in all of them.", name,

@@ -61,7 +61,7 @@ class Front:
         self.watch: Callable[[int, int | None, Callable[[], None]], object] = _nothing
         """Calls back when a process of this host has ended; set likewise."""
         self.alarms: Callable[[], list[dict[str, Any]]] = list
-        self.meter = Meter()
+        self.meter = Meter() if plane is None else Meter(version_of=plane.state.leases.version_of)
         self._make_janitor = make_janitor
         self._janitor: Janitor | None = None
         self.conf = conf
@@ -84,7 +84,6 @@ class Front:
             verbs |= {kind: self._clearing(plane.verbs[kind]) for kind in _CLEARS}
             verbs |= _ComposedCalls(plane, unit, self.meter).verbs
         if plane is not None:
-            self.meter.version_of = lambda partition: plane.state.leases.version_of(partition)
             verbs |= {p.EvictClient: self._evict, p.GetStats: self._stats, p.JoinUnit: self._join_unit}
         if unit is not None:
             verbs |= {AskUnitStats: partial(self._unit_stats, unit), EndSession: partial(self._end_in_unit, unit)}

@@ -124,8 +124,14 @@ class Meter:
     except to those with a version tag.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        version_of: Callable[[str], int | None] = lambda partition: None,
+    ) -> None:
+        """``version_of``: of a partition, the version that trains its groups."""
         self._clock = clock
+        self._version_of = version_of
         self._verbs: dict[type[p.Request], _Verb] = {}
         self._loop = Histogram(LOOP_BOUNDS_S)
         self._got = {"message": 0, "memory": 0}
@@ -133,8 +139,6 @@ class Meter:
         self._age_s: dict[str, Histogram] = {}
         self._versions: dict[str, Histogram] = {}
         self._newest = _Newest()
-        self.version_of: Callable[[str], int | None] = lambda partition: None
-        """Of a partition, the version that trains its groups. Set by the front of a controller."""
 
     # ---- what happens ----
 
@@ -179,7 +183,7 @@ class Meter:
         age_s = self._ages.of(oldest, now)
         if age_s is not None:
             _of(self._age_s, task, AGE_BOUNDS_S).add(age_s)
-        newest = self.version_of(batch.partition) if batch.versions else self._newest.version
+        newest = self._version_of(batch.partition) if batch.versions else self._newest.version
         if newest is not None and (batch.versions or batch.tags):
             histogram = _of(self._versions, task, VERSION_BOUNDS)
             for version in batch.versions.values() or _versions(unpack_tags(batch.tags)):
