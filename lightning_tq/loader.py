@@ -13,6 +13,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 
 from lightning_tq.batch import TQBatch, UnfetchedBatch, queue_batch
+from lightning_tq.checks import counted
 from lightning_tq.device_copies import SideStream
 from lightning_tq.progress import AckRule, Position, Progress
 from lightning_tq.rank_watchdog import RankWatchdog
@@ -155,9 +156,10 @@ class StreamReader:
         dropped = self._statistic(partition, "dropped")
         if not dropped:
             return None
+        what, were = counted(dropped, "sample"), "was" if dropped == 1 else "were"
         text = (
-            f"{dropped} samples of partition {partition!r} could not fill a last round of task "
-            f"{self.stream.task!r}, or a group of its sampler, and were left over (tail policy)."
+            f"{what} of partition {partition!r} could not fill a last round of task {self.stream.task!r}, or a group "
+            f"of its sampler, and {were} left over (tail policy)."
         )
         if self.progress.taken or self.stage == "train":
             return text if self.stream.sampler is not None else f"{text} With Stream(tail='pad') they are read, too."

@@ -40,7 +40,7 @@ def test_each_sample_is_trained_on_one_rank_and_leftovers_are_dropped_and_report
         assert validated == [[_four(beyond)], [_four(beyond + 4)]]
         beyond += 9
     assert given(ranks, "test", "val@1") == validated  # the queue outlived the fit
-    for text in ("6 samples of partition 'train@0'", "1 samples of partition 'val@1'"):
+    for text in ("6 samples of partition 'train@0'", "1 sample of partition 'val@1'"):
         assert f"{text} could not fill a last round" in output
 
 

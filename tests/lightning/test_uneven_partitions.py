@@ -50,9 +50,10 @@ def test_samples_that_fill_no_round_are_dropped_on_all_ranks(
         rounds, left = divmod(plan["train"][epoch], ranks * size)
         assert sizes(recorded, "train", f"train@{epoch}") == [of_batch * rounds] * ranks
         assert distinct(recorded, "train", f"train@{epoch}") == rounds * ranks * size
-        text = f"{left} samples of partition 'train@{epoch}' could not fill a last round"
+        text = f"{left} sample{'s' * (left != 1)} of partition 'train@{epoch}' could not fill a last round"
         assert (text in output) == bool(left)
-    assert f"{13 % (ranks * size)} samples of partition 'val@0' could not fill a last round" in output
+    left = 13 % (ranks * size)
+    assert f"{left} sample{'s' * (left != 1)} of partition 'val@0' could not fill a last round" in output
     assert "So stream 'val0' has no batch, and what it would log is missing. To read them, set tail='pad'." in output
     assert len({rank.read_text() for rank in (tmp_path / "logs").glob("steps*")}) == 1
     assert json.loads((tmp_path / "logs" / "open").read_text()) == [0, 0, 0]  # every rank's batches are acknowledged

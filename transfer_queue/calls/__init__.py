@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the calls of a server's clients hold and wait for. Pure: no sockets, no clocks, no kinds of requests."""
 
+from transfer_queue.calls.alarm import Alarm as Alarm
 from transfer_queue.calls.call import Answer as Answer
 from transfer_queue.calls.call import Call as Call
 from transfer_queue.calls.call import Effect as Effect

@@ -379,7 +379,7 @@ class Calls:
 
     def work(self) -> list[Answer]:
         """Examine the waits that are due, while this turn has time. Returns all answers that came of this turn."""
-        while self._timers and self._timers[0][0] <= self.now:
+        while self._timers and self._timers[0][0] <= self.now and self.turn.has_time():
             self._guard(heapq.heappop(self._timers)[2])
         if self.waits.count and self.waits.may_be_due(self.now):
             self._examine_due()

@@ -245,6 +245,9 @@ class Renewals:
 
     def __init__(self, client: LeaseClient) -> None:
         self._client = weakref.ref(client)
+        self._begin()
+
+    def _begin(self) -> None:
         self._lock = threading.Lock()
         self._leases: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
         self._changed = False
@@ -253,9 +256,9 @@ class Renewals:
         self._pid = os.getpid()
 
     def add(self, leases: Sequence[Lease]) -> None:
+        if self._pid != os.getpid():  # a forked child has leases of its own, and its parent may have held the lock
+            self._begin()
         with self._lock:
-            if self._pid != os.getpid():  # a forked child has leases of its own
-                self._leases, self._thread, self._pid = weakref.WeakValueDictionary(), None, os.getpid()
             self._leases.update((lease.token, lease) for lease in leases)
             self._changed = True  # the thread asks for the new ones, too
             if self._thread is None and not self._closed.is_set():
@@ -263,8 +266,9 @@ class Renewals:
                 self._thread.start()
 
     def remove(self, lease: Lease) -> None:
-        with self._lock:
-            self._leases.pop(lease.token, None)
+        if self._pid == os.getpid():
+            with self._lock:
+                self._leases.pop(lease.token, None)
 
     def close(self) -> None:
         """End the thread. Idempotent."""

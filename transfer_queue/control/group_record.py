@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final
 
-from transfer_queue.calls import Holding, Until
+from transfer_queue.calls import Alarm, Holding, Until
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.protocol import Tags, Terms
 
@@ -40,7 +40,8 @@ class Worker(Holding):
     def __init__(self, client: str, on_end: Callable[[Worker, bool], None]) -> None:
         self.client, self.on_end = client, on_end
         self.leases: dict[int, HeldLease] = {}
-        self.wakes_at = 0.0
+        self.alarm: Alarm
+        """At its next lease that may not be renewed in time."""
 
     def end(self, died: bool) -> None:
         self.on_end(self, died)

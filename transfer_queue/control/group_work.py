@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
 
 from transfer_queue import protocol as p
-from transfer_queue.calls import Call, Holding, Until
+from transfer_queue.calls import Alarm, Call, Holding, Until
 from transfer_queue.control.consumer import UNLEDGERED, Consumer
 from transfer_queue.control.gate import parse_gate
 from transfer_queue.control.group_record import (
@@ -35,8 +36,9 @@ from transfer_queue.control.state import PlaneState
 from transfer_queue.errors import GateStarvedError, InvalidRequestError, LeaseLostError
 from transfer_queue.sampler.group_sampler import GroupSampler
 
-_FEW = 64
+FEW = 32
 """Groups that leave in one piece of work."""
+_MOST_UNWRITTEN = 256
 
 
 def groups_of(partition: Partition) -> Groups:
@@ -53,6 +55,9 @@ def settle(state: PlaneState, partition: Partition) -> None:
         touched, groups.touched = groups.touched, {}
         for group in touched.values():
             _go_on(state, partition, groups, group)
+    if len(groups.unwritten) > _MOST_UNWRITTEN and not groups.is_writing:
+        groups.is_writing = True
+        state.calls.later(groups.writing())
     state.freed(partition)
     state.waits.wake_first((LEASES,))
 
@@ -239,6 +244,7 @@ def partition_gone(state: PlaneState, partition: Partition) -> None:
         state.leases.partition_ended(partition.name)
     for group in list(partition.groups.live.values()):
         state.leases.dismiss(group)
+    partition.groups.unwritten.clear()
     state.waits.wake_first((LEASES,))
 
 
@@ -276,14 +282,36 @@ def reads(state: PlaneState, call: Call) -> None:
         state.calls.hold(call, GroupReader(state, call.client))
 
 
-def deadline(state: PlaneState, name: str, index: int) -> None:
-    """The patience with this group is over: it is closed with the parts that it has, or expires."""
-    partition = state.partitions.get(name)
-    groups = None if partition is None else partition.groups
-    group = None if groups is None else groups.live.get(index)
-    if partition is None or groups is None or group is None or group.patience_ends > state.calls.now:
+def watch_deadline(state: PlaneState, partition: Partition, group: Group) -> None:
+    """The patience with this group begins now, if it has an end."""
+    if group.terms.deadline_s is None:
         return
-    patience = f"in {group.terms.deadline_s:.4g} s"
+    group.patience_ends = state.calls.now + group.terms.deadline_s
+    groups = groups_of(partition)
+    if groups.alarm is None:  # by names, or a partition that was cleared would stay in memory until then
+        groups.alarm = Alarm(state.calls, partial(_look_at_deadlines, state, partition.name, partition.serial))
+    groups.alarm.set(group.patience_ends)
+
+
+def _look_at_deadlines(state: PlaneState, name: str, serial: int) -> None:
+    """The patience with some groups is over. As many as a turn has time for are looked at, each once."""
+    partition = state.find(name, serial)
+    if partition is None:
+        return
+    groups = groups_of(partition)
+    assert groups.alarm is not None, "it has rung"
+    for group in [each for each in groups.live.values() if each.patience_ends <= state.calls.now]:
+        group.patience_ends = math.inf
+        _deadline(state, partition, group)
+        settle(state, partition)
+        if not state.calls.turn.has_time():
+            break
+    groups.alarm.set(min((group.patience_ends for group in groups.live.values()), default=math.inf))
+
+
+def _deadline(state: PlaneState, partition: Partition, group: Group) -> None:
+    """It is closed with the parts that it has, or expires."""
+    groups, patience = groups_of(partition), f"in {group.terms.deadline_s:.4g} s"
     if group.is_under_work and len(group.closed) >= (group.terms.min_parts or group.terms.parts):
         state.leases.abort_all(group)
         group.is_complete = True
@@ -295,15 +323,6 @@ def deadline(state: PlaneState, name: str, index: int) -> None:
         leave(state, partition, group, EXPIRED, text)
     elif group.state == CLOSED and not group.passed and group.terms.tasks:  # else nobody has looked at it yet
         leave(state, partition, group, EXPIRED, f"its rows did not get the tags of its gate {patience}")
-    settle(state, partition)
-
-
-def watch_deadline(state: PlaneState, partition: Partition, group: Group) -> None:
-    """The patience with this group begins now, if it has an end."""
-    if group.terms.deadline_s is not None:
-        group.patience_ends = state.calls.now + group.terms.deadline_s
-        # By names: what has left, and partitions that were cleared, would stay in memory until then.
-        state.calls.at(group.patience_ends, partial(deadline, state, partition.name, group.index))
 
 
 def restored(state: PlaneState, versions: Mapping[str, int], next_token: int) -> None:
@@ -514,7 +533,7 @@ def left(state: PlaneState, partition: Partition, task: str) -> Iterator[None]:
     left_over(state, partition, task, own, why)
     for terms in list(groups.fresh):
         while groups.are_left(terms) and groups.fresh[terms].count:
-            _never_begin(state, partition, terms, groups.fresh[terms].first(_FEW), f"left over: {why}")
+            _never_begin(state, partition, terms, groups.fresh[terms].first(FEW), f"left over: {why}")
             yield
             if state.partitions.get(partition.name) is not partition:
                 return

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, Protocol
 from weakref import WeakSet
 
 import numpy as np
 
+from transfer_queue.calls import Alarm
 from transfer_queue.control.group_record import (
     GONE,
     LEFT,
@@ -39,6 +40,7 @@ TERMS, HEAD, PART = "group:terms", "group:head", "group:part"
 of its head; 1 + its part."""
 COLUMNS: Final = ((TERMS, "<i4"), (HEAD, "<i8"), (PART, "<i4"))
 _IS_HEAD = one_of(RowState.HEAD)
+_FEW = 32
 
 
 class Samples(Protocol):
@@ -86,12 +88,16 @@ class Groups:
         """By task, places of drawn groups that may lie behind undrawn ones in the order of first leases, ascending."""
         self.left_by: set[str] = set()
         """Tasks that draw no more here. A group whose tasks have all left is not worked on."""
+        self.alarm: Alarm | None = None
+        """At the next end of patience; made by the first group whose terms give it one."""
         self.has_ended = False
         """Whether a worker has heard that there is no more to work on."""
         self.queues: WeakSet[Queue] = WeakSet()
         """Of tasks: they learn which groups may be drawn."""
-        self._unwritten: dict[int, Group] = {}
+        self.unwritten: dict[int, Group] = {}
         """Those whose tags don't say yet what has become of them."""
+        self.is_writing = False
+        """Whether ``writing`` is under way."""
         partition.tags.late = self.write_tags
         for name, dtype in COLUMNS:
             self._table.ensure_column(name, np.dtype(dtype))
@@ -215,7 +221,7 @@ class Groups:
     def update(self, group: Group) -> None:
         """Its record has changed: so may its state, what is kept by state, and its tags."""
         before, now = group.state, group.next_state()
-        self.touched[group.index] = self._unwritten[group.index] = group
+        self.touched[group.index] = self.unwritten[group.index] = group
         if now in UNDER_WORK and group.has_free_part:
             self.with_free_parts[group.index] = group
         elif before in UNDER_WORK:
@@ -239,7 +245,7 @@ class Groups:
         group.left, group.passed = into, False
         self.update(group)
         self.offer([group])
-        for table in (self.live, self.unfinished, self.touched, *([self._unwritten] if into == GONE else [])):
+        for table in (self.live, self.unfinished, self.touched, *([self.unwritten] if into == GONE else [])):
             table.pop(group.index, None)
 
     def count_rejected(self, state: str, reason: str) -> None:
@@ -354,12 +360,20 @@ class Groups:
 
     # ---- tags and rows ----
 
-    def write_tags(self) -> None:
-        """Write the reserved tags of what has changed since the last time."""
-        if self._unwritten:
-            tags = {index: group.tags() for index, group in self._unwritten.items()}
-            self._unwritten.clear()
+    def write_tags(self, most: int | None = None) -> None:
+        """Write the reserved tags of what has changed since the last time, or of so many of these groups."""
+        if self.unwritten:
+            tags = {index: group.tags() for index, group in itertools.islice(self.unwritten.items(), most)}
+            for index in tags:
+                del self.unwritten[index]
             self.partition.set_tags(tags, merge=True)
+
+    def writing(self) -> Iterator[None]:
+        """Writes all of them bit by bit, or whoever reads tags next would wait for that."""
+        while self.unwritten:
+            self.write_tags(_FEW)
+            yield
+        self.is_writing = False
 
     def removing(self, rows: Rows) -> None:
         """These rows are about to be deleted."""

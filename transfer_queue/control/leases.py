@@ -11,7 +11,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Final
 
-from transfer_queue.calls import Call, Calls
+from transfer_queue.calls import Alarm, Call, Calls
 from transfer_queue.control.group_record import Drawn, Group, HeldLease, Worker
 from transfer_queue.errors import GroupStateError
 from transfer_queue.protocol import Terms
@@ -180,6 +180,7 @@ class Leases:
         worker = self.workers.get(call.client)
         if worker is None:
             worker = self.workers[call.client] = Worker(call.client, self.worker_gone)
+            worker.alarm = Alarm(self.calls, partial(self._look_at, worker))
             self.calls.hold(call, worker)
         lease = HeldLease(self.next_token, worker, partition, group, lease_s, since=self.calls.now)
         self.next_token += 1
@@ -195,22 +196,14 @@ class Leases:
     def _hold(self, lease: HeldLease) -> None:
         lease.worker.leases[lease.token] = lease
         lease.is_held, lease.renewed = True, self.calls.now
-        self._watch(lease.worker, self.calls.now + lease.lease_s)
-
-    def _watch(self, worker: Worker, at: float) -> None:
-        if worker.wakes_at <= self.calls.now or at < worker.wakes_at:
-            worker.wakes_at = at
-            self.calls.at(at, partial(self._look_at, worker))
+        lease.worker.alarm.set(self.calls.now + lease.lease_s)
 
     def _look_at(self, worker: Worker) -> None:
         """Leases that were not renewed in time are lost."""
-        now = self.calls.now
-        if worker.wakes_at > now:
-            return
-        late = [lease for lease in worker.leases.values() if lease.renewed + lease.lease_s <= now]
+        late = [lease for lease in worker.leases.values() if lease.renewed + lease.lease_s <= self.calls.now]
         self._lose(late, lambda lease: f"worker {worker.client!r} did not renew its lease for {lease.lease_s:.4g} s")
         if worker.leases:
-            self._watch(worker, min(lease.renewed + lease.lease_s for lease in worker.leases.values()))
+            worker.alarm.set(min(lease.renewed + lease.lease_s for lease in worker.leases.values()))
 
     def worker_gone(self, worker: Worker, died: bool) -> None:
         """Its session has ended."""

@@ -10,7 +10,7 @@ from operator import itemgetter
 import numpy as np
 
 from transfer_queue import protocol as p
-from transfer_queue.calls import MORE, PIECE, Call, Holding, More, Steps, Wait
+from transfer_queue.calls import MORE, Call, Holding, More, Steps, Wait
 from transfer_queue.control import group_work
 from transfer_queue.control.filtered import FilteredSet
 from transfer_queue.control.group_numbers import group_numbers
@@ -168,9 +168,9 @@ class _Grants:
         for terms, fresh in groups.fresh.items():
             if fresh.count and (room := self._state.leases.room(terms)):
                 most = min(self._num_missing, room)
-                rows = fresh.first(most + len(avoided)).tolist() if among is None else [
+                rows = fresh.first(most + len(avoided)).tolist() if among is None else (
                     row for block in among.blocks() for row in block[fresh.contains(block)].tolist()
-                ]  # fmt: skip
+                )  # fmt: skip
                 found += islice(((row, terms) for row in rows if row not in avoided), most)
         return sorted(found, key=itemgetter(0))
 
@@ -322,9 +322,9 @@ def retry(state: PlaneState, call: Call, request: p.RetryGroups) -> Steps:
     while isinstance(among, FilteredSet) and not among.finish(state.calls.turn):
         yield None
     indexes = partition.table.column("index")[among.all_rows()]
-    for start in range(0, len(indexes), PIECE):
+    for start in range(0, len(indexes), group_work.FEW):
         _check_there(state, partition)
-        rows, found = partition.table.find(indexes[start : start + PIECE])
+        rows, found = partition.table.find(indexes[start : start + group_work.FEW])
         for row in rows[found].tolist():
             terms = groups.terms_of_left(row)
             if terms is not None and groups.are_left(terms):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -13,6 +14,7 @@ from tests.unit.control.control_kit import load, refused, save
 from tests.unit.control.groups_kit import FEEDER, PART, TRAINER, Queue
 from transfer_queue import GroupSampler
 from transfer_queue import protocol as p
+from transfer_queue.calls import Turn
 
 
 def sealed(queue: Queue, partition: str = PART) -> None:
@@ -201,6 +203,35 @@ def test_what_has_left_takes_no_memory_until_its_deadline():
     gc.collect()
     assert (partition(), num_kept()) == (None, 0)
     queue.pass_time(4000.0)
+
+
+def test_groups_that_are_trained_before_their_deadlines_leave_no_timers():
+    queue = Queue()
+    queue.register("actor", GroupSampler(groups=4))
+    for step in range(30):
+        queue.add(4, ["actor"], deadline_s=3600.0)
+        queue.work(4)
+        assert len(queue.draw("actor", batch=step)) == 4
+        queue.pass_time(1.0)
+    assert len(queue.plane.calls._timers) <= 2  # one of this partition, one of its worker
+
+
+def test_many_deadlines_at_once_and_many_retries_leave_others_their_turns():
+    many, queue = 400, Queue(check=False)
+    queue.plane.calls.turn = Turn(itertools.count(step=1e-3).__next__)  # four looks at the clock are a turn
+    queue.add(many, deadline_s=10.0)
+    queue.lease(count=many)
+    queue.now = 10.0
+    queue.plane.expire(queue.now)
+    assert 0 < list(queue.states().values()).count("expired") < many
+    queue.pass_time(0.0)
+    assert set(queue.states().values()) == {"expired"}
+    number = queue.number()
+    assert queue.plane.handle(TRAINER, p.RetryGroups(number, PART, None), queue.now) == []
+    assert 0 < list(queue.states().values()).count("waiting") < many
+    queue.pass_time(0.0)
+    assert set(queue.states().values()) == {"waiting"}
+    queue.plane.check_invariants()
 
 
 # ---- partitions that a task has left ----
