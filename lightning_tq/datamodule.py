@@ -41,6 +41,7 @@ from lightning_tq.trainer_compat import (
     check_checkpoints,
     check_shares,
     check_slots,
+    check_written_checkpoints,
     ignore_harmless_warnings,
     keeps_checkpoints,
     only_note_sigterm,
@@ -229,6 +230,7 @@ class TQDataModule(LightningDataModule):
             waits = self._ack in ("auto", "checkpoint") or self._switch(trainer).clear_finished
             is_live = self._streams["train"][0].record is None
             refuse_async_checkpoints(trainer, (waits and is_live) or writes_in_background(trainer))
+            check_written_checkpoints(trainer)
         self._group = ProducerGroup(self._producers if trainer.is_global_zero else ())
         shared = run_on_rank_zero(trainer, lambda: self._prepare(entry, topology, streams))
         self._is_untouched = False

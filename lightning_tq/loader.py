@@ -27,6 +27,7 @@ from transfer_queue import (
     StreamingDataset,
     TransferQueueClient,
 )
+from transfer_queue.errors import InvalidRequestError
 
 
 class RunContext(Protocol):
@@ -182,6 +183,9 @@ class StreamReader:
         return self._batches(start)
 
     def _batches(self, start: Callable[[], Iterator[Any]]) -> Iterator[TQBatch | UnfetchedBatch]:
+        if self._has_read_it():
+            yield UnfetchedBatch(self._refuse_to_cycle)  # not trained if the loaders beside it end now, too
+            return
         while self._start is start:
             try:
                 batch = self._next_batch()
@@ -189,6 +193,21 @@ class StreamReader:
                 return
             yield batch
             del batch  # otherwise it would stay alive while waiting for the next one
+
+    def _has_read_it(self) -> bool:
+        """Whether this epoch has read the partition to be read now, as where a CombinedLoader begins anew."""
+        progress = self.progress
+        return (
+            self.stage == "train" and not self.replay and progress.taken > 0 and progress.epoch == self._run.epoch
+            and progress.partition == self._run.partition_of(self)
+        )  # fmt: skip
+
+    def _refuse_to_cycle(self) -> TQBatch:
+        raise InvalidRequestError(
+            f"stream {self.label!r} has ended after {self.progress.taken} batches of partition "
+            f"{self.progress.partition!r}, and CombinedLoader(mode='max_size_cycle'), Lightning's default for several "
+            f"loaders, would train its last ones again. Use mode 'min_size' or 'max_size', or Stream(replay=True)."
+        )
 
     def _current_items(self) -> Any:
         """What the loader yields."""

@@ -7,7 +7,8 @@ import inspect
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,13 +22,13 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     OnExceptionCheckpoint,
 )
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_tq.progress import Progress
 from lightning_tq.stream import StageStream, Stream
-from transfer_queue import GroupSampler
+from transfer_queue import CheckpointError, GroupSampler
 from transfer_queue.errors import ConfigError, InvalidRequestError
 
 _HARMLESS_WARNINGS = (
@@ -42,6 +43,8 @@ _HARMLESS_WARNINGS = (
     # Lightning's own use of torch, once per process.
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
 )
+_NOT_TELLING = {"name", "size", "type"}
+"""What a file system may say of a file that stays the same when it is written anew."""
 _HOOKS_BEFORE_THE_DEVICE = ("on_before_batch_transfer", "transfer_batch_to_device")
 _ALTERNATIVES = {
     BatchSizeFinder: "Set Stream(micro_batch_size=...), the rows that a step gets, whatever the queue draws at once.",
@@ -133,6 +136,41 @@ def refuse_async_checkpoints(trainer: Trainer, needs_them: bool) -> None:
             "Use TQCheckpoint(asynchronous=True) instead, which also writes checkpoints in the background. Or keep all "
             "samples: TQDataModule(ack='never'), and PartitionSwitch(clear_finished=False) if there is one."
         )
+
+
+def check_written_checkpoints(trainer: Trainer) -> None:
+    """From now on, a checkpoint that this process may not write is an error. Lightning ignores that."""
+    plugin: CheckpointIO = trainer.strategy.checkpoint_io
+    while isinstance(plugin, _WrappingCheckpointIO) and plugin.checkpoint_io is not None:
+        plugin = plugin.checkpoint_io
+    if type(plugin).save_checkpoint is TorchCheckpointIO.save_checkpoint and "save_checkpoint" not in vars(plugin):
+        plugin.save_checkpoint = partial(_save_and_look, plugin.save_checkpoint)  # type: ignore[method-assign]
+
+
+def _save_and_look(save: Callable[..., None], checkpoint: dict[str, Any], path: str | Path, **options: Any) -> None:
+    before = _described(path)
+    save(checkpoint, path, **options)
+    now = _described(path)
+    if now is None or (now == before and not now.keys() <= _NOT_TELLING):
+        kept = "it is the one from before" if before else "there is none"
+        raise CheckpointError(
+            f"the checkpoint {path} was not written: {kept}. Lightning's writer ignores that it lacks the permission. "
+            f"Check who may write there, and resume from an earlier checkpoint if one is needed."
+        )
+
+
+def _described(path: str | Path) -> dict[str, Any] | None:
+    """What the file system says of a file, such as its time; None: there is none."""
+    import fsspec
+
+    files, name = fsspec.core.url_to_fs(os.fspath(path))
+    files.invalidate_cache()
+    try:
+        return dict(files.info(name))
+    except FileNotFoundError:
+        return None
+    except OSError:  # this process may write, but not look
+        return {}
 
 
 def is_between_batches(trainer: Trainer) -> bool:

@@ -128,6 +128,10 @@ def _queue_is_full(wait: StreamWait) -> Found:
     first, more = wait.puts[0], len(wait.puts) - 1
     what = first.what + (f", the first of {more + 1} puts," if more else "")
     to_do = first.to_do if _is_for_a_follower(wait, first) else (*_clearing(wait), *first.to_do[-2:])
+    if wait.reader.stage != "train" and not wait.about.get(
+        "put_total"
+    ):  # nothing is trained, and so cleared, meanwhile
+        to_do = (f"put {wait.partition!r} before what fills the queue", *_skipping_the_check(wait), first.to_do[-2])
     put = replace(first, what=what, age_s=None, to_do=to_do)
     if kept := _kept(wait):
         put = replace(put, held_up_by=(*first.held_up_by, f"among them {kept:,} trained batch{'es' * (kept != 1)}"))
@@ -157,6 +161,11 @@ def _clearing(wait: StreamWait) -> Iterator[str]:
         yield "add the callback PartitionSwitch(), which clears finished partitions"
     if not wait.reader.stream.clear_consumed:
         yield "set Stream(clear_consumed=True)"
+
+
+def _skipping_the_check(wait: StreamWait) -> Iterator[str]:
+    if wait.run.trainer.sanity_checking:
+        yield "set Trainer(num_sanity_val_steps=0)"
 
 
 def _partition_is_sealed(wait: StreamWait) -> Found:

@@ -14,12 +14,16 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 
 class FlakyFileSystem(MemoryFileSystem):  # type: ignore[misc]
-    """``failures``: so many copies of files to it fail. ``open``: cleared, these copies wait."""
+    """``failures``: so many copies of files to it fail. ``open``: cleared, these copies wait.
+
+    ``forbidden``: files whose names end so can't be written from now on.
+    """
 
     protocol = "flaky"
     store: dict[str, Any] = {}  # noqa: RUF012 (shared by all instances, as in its base class)
     pseudo_dirs = [""]  # noqa: RUF012
     failures = 0
+    forbidden: str | None = None
     copied = 0
     open_gate = threading.Event()
 
@@ -27,6 +31,12 @@ class FlakyFileSystem(MemoryFileSystem):  # type: ignore[misc]
     def _strip_protocol(cls, path: str) -> str:
         stripped: str = super()._strip_protocol(path.replace("flaky://", "memory://"))
         return stripped
+
+    def _open(self, path: str, mode: str = "rb", *args: Any, **kwargs: Any) -> Any:
+        forbidden = type(self).forbidden
+        if forbidden is not None and "w" in mode and path.endswith(forbidden):
+            raise PermissionError("Forbidden")
+        return super()._open(path, mode, *args, **kwargs)
 
     def put_file(self, *args: Any, **kwargs: Any) -> None:
         cls = type(self)
@@ -46,6 +56,7 @@ def flaky_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FlakyFileSyste
     FlakyFileSystem.store.clear()
     FlakyFileSystem.pseudo_dirs[:] = [""]
     FlakyFileSystem.failures = FlakyFileSystem.copied = 0
+    FlakyFileSystem.forbidden = None
     FlakyFileSystem.open_gate.set()
     yield FlakyFileSystem
     FlakyFileSystem.open_gate.set()

@@ -138,6 +138,33 @@ def test_a_copy_that_fails_in_the_background_ends_the_run(
     assert names() == set()
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "in the background"])
+@pytest.mark.parametrize(("step", "kept"), [(1, "there is none"), (2, "it is the one from before")])
+def test_a_checkpoint_that_may_not_be_written_is_an_error_and_its_batches_stay(
+    data: Make, trainer: MakeTrainer, files: type[FlakyFileSystem], asynchronous: bool, step: int, kept: str
+) -> None:
+    class Forbid(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            if trainer.global_step == step - 1:
+                for each in callbacks:
+                    if isinstance(each, TQCheckpoint):
+                        each.finish_writing()
+                files.forbidden = "last.ckpt"
+
+        def on_exception(self, *_: Any) -> None:
+            left.append(dm.client.get_stats()["partitions"]["train"]["samples"])
+
+    left: list[int] = []
+    dm = data(train=stream("train", clear_consumed=True))
+    fill(dm.client, "train", 40)
+    saves = ModelCheckpoint(KEPT, save_top_k=0, save_last=True, every_n_train_steps=1)
+    callbacks: list[Callback] = [Forbid(), *([TQCheckpoint(True)] if asynchronous else []), saves]
+    fitted = trainer(callbacks=callbacks, enable_checkpointing=True, max_steps=5)
+    with pytest.raises(CheckpointError, match=rf"last.ckpt was not written: {kept}. Lightning's writer ignores"):
+        fitted.fit(Recorder(), datamodule=dm)
+    assert left == [40 - 4 * (step - 1)]
+
+
 def test_a_checkpoint_under_way_is_finished_when_training_fails(
     data: Make, trainer: MakeTrainer, files: type[FlakyFileSystem]
 ) -> None:

@@ -169,14 +169,36 @@ def test_a_limit_that_the_stream_does_not_reach_is_reported(
     assert "ended after 2 batches, but limit_train_batches expects 5" in caplog.text
 
 
+class Both(Recorder):
+    """Trains the first of two loaders."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch[0], batch_idx)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("beside", "replay"), [(2, None), (1, None), (5, None), (5, True)])
+def test_a_stream_beside_a_longer_loader_is_refused_before_it_is_trained_twice_unless_it_replays(
+    beside: int, replay: bool | None, accumulate: int, data: Make, trainer: MakeTrainer
+) -> None:
+    dm = data(train=stream("train@{epoch}", replay=replay))
+    rows = [fill(dm.client, f"train@{epoch}", 8) for epoch in range(2)]
+    own, model = dm.train_dataloader, Both()
+    dm.train_dataloader = lambda: [own(), DataLoader(range(4 * beside), batch_size=4)]  # each may be the shorter one
+    fitted = trainer(max_epochs=2, accumulate_grad_batches=accumulate)
+    if beside == 5 and not replay:
+        with pytest.raises(ValueError, match=r"ended after 2 batches of partition 'train@0', .*replay=True"):
+            fitted.fit(model, datamodule=dm)
+        assert model.indexes() == rows[0]
+    else:
+        fitted.fit(model, datamodule=dm)
+        assert model.indexes() == [each for one in rows for each in ((one * 3)[:20] if replay else one)]
+
+
 @pytest.mark.parametrize(("num_batches", "validated"), [(None, 0), (2, 4)])
 def test_a_stream_that_ends_before_the_loader_beside_it_is_reported_unless_its_length_is_known(
     num_batches: int | None, validated: int, data: Make, trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Both(Recorder):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return super().training_step(batch[0], batch_idx)
-
     dm = data(train=stream("train@{epoch}", num_batches=num_batches), val=stream("val", task="evaluate"))
     train, _ = fill(dm.client, "train@0", 8), fill(dm.client, "val", 4)
     own = dm.train_dataloader

@@ -259,6 +259,25 @@ def test_a_queue_that_is_full_is_named_before_any_other_cause(trainer: MakeTrain
     )
 
 
+def test_what_a_sanity_check_reads_is_to_be_put_before_what_fills_the_queue(trainer: MakeTrainer, hints: Hints) -> None:
+    def put() -> None:
+        tq.get_client().put({"x": torch.zeros(8, 1024)}, partition_id="val")
+        tq.get_client().seal_partition("val")
+
+    streams = {"train": stream("train", clear_consumed=True), "val": stream("val", task="evaluate")}
+    with TQDataModule(**streams, queue={"units": 1, "memory": "64KiB"}) as dm:
+        dm.client.put(rows(4), partition_id="train")
+        dm.client.put({"x": torch.zeros(8, 1536)}, partition_id="train@1")  # 48 KiB
+        hints.then = lambda text: dm.client.clear_partition("train@1") if "is full" in text else None
+        writer = threading.Thread(target=put)
+        writer.start()
+        trainer(num_sanity_val_steps=1, max_steps=1).fit(Recorder(), datamodule=dm)
+        writer.join()
+    assert hints.texts[0].endswith(
+        "Put 'val' before what fills the queue, set Trainer(num_sanity_val_steps=0), or raise memory."
+    )
+
+
 @pytest.mark.programs
 @pytest.mark.parametrize(
     ("target", "args", "holds", "epoch", "advice"),

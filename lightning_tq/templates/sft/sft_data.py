@@ -1,5 +1,7 @@
 """The processes that make samples while the model trains: token sequences that count upwards. Replace ``sequences``."""
 
+import time
+
 import torch
 
 import transfer_queue as tq
@@ -28,6 +30,8 @@ def held_out(puts=4):
 def produce(epochs, puts):
     """Fills and seals train@0, train@1 and so on. After a resume it completes what the checkpoint has brought back."""
     client = tq.get_client()
+    while not client.get_stats()["partitions"].get("val", {}).get("sealed"):
+        time.sleep(0.1)  # a full queue would have no room for the held-out samples, so they come first
     there = client.get_stats()["partitions"]  # empty in a new queue
     first = max((int(name.removeprefix("train@")) for name in there if name.startswith("train@")), default=0)
     for epoch in range(first, epochs):  # earlier ones are complete, or were cleared
