@@ -119,16 +119,12 @@ def _no_part(written: str, field: str) -> str:
 
 
 def _selected(values: TensorDict, rows: list[int]) -> TensorDict:
-    # Nested tensors that are ragged in several dimensions can't be indexed by a list.
-    ragged: dict[str, Any] = {
-        name: column
-        for name, column in values.items()
-        if getattr(column, "is_nested", False) and getattr(column, "layout", None) is torch.strided
-    }
-    selected = values.exclude(*ragged)[rows]
-    for name, column in ragged.items():
+    # Strided nested tensors can't be indexed by a list, nor can jagged ones before torch 2.7.
+    nested: dict[str, Any] = {name: column for name, column in values.items() if getattr(column, "is_nested", False)}
+    selected = values.exclude(*nested)[rows]
+    for name, column in nested.items():
         tensors = column.unbind()
-        selected.set(name, torch.nested.as_nested_tensor([tensors[row] for row in rows]))
+        selected.set(name, torch.nested.as_nested_tensor([tensors[row] for row in rows], layout=column.layout))
     return selected
 
 

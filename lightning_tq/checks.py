@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Iterable, Sequence
 
 from transfer_queue.errors import InvalidRequestError
@@ -50,15 +51,9 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
-def host_and_port(address: str) -> tuple[str, str]:
-    """ "[::1]" and "5555" of "tcp://[::1]:5555"."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    return host, port
-
-
-def is_any_host(host: str) -> bool:
-    """Whether a server of this host listens on all networks."""
-    return host in ("0.0.0.0", "*", "[::]", "::")
+def with_host(address: str, name: str) -> str:
+    """The address of a server that listens on all networks, for other hosts, which know this one by that name."""
+    return re.sub(r"^tcp://(0\.0\.0\.0|\*|\[::\]|::):", f"tcp://{name}:", address)
 
 
 def byte_text(number: int) -> str:

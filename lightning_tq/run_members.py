@@ -14,7 +14,7 @@ from typing import Any
 from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 
-from lightning_tq.checks import host_and_port, is_any_host
+from lightning_tq.checks import with_host
 from lightning_tq.queue_config import QueueConfig
 from lightning_tq.queue_connection import QueueConnection
 from lightning_tq.rank_watchdog import RankGoneError
@@ -145,8 +145,5 @@ def _reachable(owner: Trainer | Fabric, listen: str | None) -> str | None:
     """The listening queue's address for other hosts, which reach the first rank's host as the launcher says."""
     if listen is None:
         return None
-    host, port = host_and_port(listen)
     environment: Any = getattr(owner.strategy, "cluster_environment", None)
-    if not is_any_host(host) or environment is None:
-        return listen
-    return f"tcp://{environment.main_address}:{port}"
+    return listen if environment is None else with_host(listen, environment.main_address)

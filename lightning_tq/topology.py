@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 
-from transfer_queue.errors import InvalidRequestError, TransferQueueError, from_wire, to_wire
+from transfer_queue.errors import InvalidRequestError, from_wire, to_wire
 
 Rank = int | Callable[[Any], int]
 R = TypeVar("R")
@@ -111,10 +111,10 @@ def run_on_every_rank(owner: Trainer | Fabric, action: Callable[[], None]) -> No
     """Run on every rank. If it fails on some, all raise the first error. This is a collective."""
     import torch.distributed as dist
 
-    error: TransferQueueError | None = None
+    error: Exception | None = None
     try:
         action()
-    except TransferQueueError as own:
+    except Exception as own:  # of any kind, as above
         error = own
     errors = [None if error is None else to_wire(error)]
     if owner.world_size > 1 and dist.is_available() and dist.is_initialized():

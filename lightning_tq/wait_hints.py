@@ -127,22 +127,19 @@ def _queue_is_full(wait: StreamWait) -> Found:
         return None
     first, more = wait.puts[0], len(wait.puts) - 1
     what = first.what + (f", the first of {more + 1} puts," if more else "")
-    to_do = first.to_do if _is_for_a_follower(wait, first) else (*_clearing(wait), *first.to_do[-2:])
-    if wait.reader.stage != "train" and not wait.about.get(
-        "put_total"
-    ):  # nothing is trained, and so cleared, meanwhile
-        to_do = (f"put {wait.partition!r} before what fills the queue", *_skipping_the_check(wait), first.to_do[-2])
+    to_do = first.to_do if _is_for_a_follower(first) else (*_clearing(wait), *first.to_do[-2:])
+    if wait.reader.stage != "train" and not wait.about.get("put_total"):  # nor is anything trained meanwhile
+        without = ("set Trainer(num_sanity_val_steps=0)",) if wait.run.trainer.sanity_checking else ()
+        to_do = (f"put {wait.partition!r} before what fills the queue", *without, first.to_do[-2])
     put = replace(first, what=what, age_s=None, to_do=to_do)
     if kept := _kept(wait):
         put = replace(put, held_up_by=(*first.held_up_by, f"among them {kept:,} trained batch{'es' * (kept != 1)}"))
     return "full", f"{wait.finding.statement}, and the queue is full: {put}"
 
 
-def _is_for_a_follower(wait: StreamWait, put: Finding) -> bool:
+def _is_for_a_follower(put: Finding) -> bool:
     """Whether a task such as a recorder's, which follows another one, keeps most samples. Then this run frees none."""
-    tasks = [item for partition in wait.partitions.values() for item in partition["tasks"].items()]
-    first = next(iter(put.held_up_by), "")
-    return any("follows" in own and first.startswith(f"task {name!r} ") for name, own in tasks)
+    return any("forget-task" in advice for advice in put.to_do)
 
 
 def _kept(wait: StreamWait) -> int:
@@ -161,11 +158,6 @@ def _clearing(wait: StreamWait) -> Iterator[str]:
         yield "add the callback PartitionSwitch(), which clears finished partitions"
     if not wait.reader.stream.clear_consumed:
         yield "set Stream(clear_consumed=True)"
-
-
-def _skipping_the_check(wait: StreamWait) -> Iterator[str]:
-    if wait.run.trainer.sanity_checking:
-        yield "set Trainer(num_sanity_val_steps=0)"
 
 
 def _partition_is_sealed(wait: StreamWait) -> Found:

@@ -68,16 +68,14 @@ def _tell(conf: dict[str, Any], joined: bool, local: str, remote: str | None, me
 
 def _lines(conf: dict[str, Any], joined: bool, local: str, remote: str | None, metrics: str | None) -> Iterator[str]:
     """The line that scripts read, and then what a person copies."""
-    from lightning_tq.checks import host_and_port, is_any_host
+    from lightning_tq.checks import with_host
 
     yield f"ready {local}{'' if remote is None else ' ' + remote}"
     yield f"programs of this host:  export TQ_ADDRESS={local}"
     if remote is not None:
-        host, port = host_and_port(remote)
-        name = socket.gethostname() if is_any_host(host) else host
         keys = conf.get("key_file") or os.path.join(os.path.dirname(local.removeprefix("ipc://")), "keys")
         copied = "" if conf.get("encryption") == "none" else f" TQ_KEY_FILE={keys}  (a copy of this host's)"
-        yield f"of other hosts:         export TQ_ADDRESS=tcp://{name}:{port}{copied}"
+        yield f"of other hosts:         export TQ_ADDRESS={with_host(remote, socket.gethostname())}{copied}"
     yield f"watch it:               lightning-tq status --watch {local}"
     yield f"as a web page:          lightning-tq dashboard {local}"
     if metrics is not None and not joined:

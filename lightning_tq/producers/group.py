@@ -222,7 +222,7 @@ class ProducerProcess:
 
     def has_joined(self, clients: Iterable[str]) -> bool:
         """Whether one of these clients of the queue is its own."""
-        return any(name.startswith(f"{self.client_name}_") for name in clients)
+        return any(name.rpartition("_")[0] == self.client_name for name in clients)
 
     def start_text(self) -> str:
         """Which process has not joined the queue yet, and since when it starts."""

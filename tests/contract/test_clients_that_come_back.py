@@ -33,7 +33,7 @@ BEAT_S, LEASE_S = 0.1, 1.0
 
 class Queue:
     def __init__(self, stack: ExitStack, liveness: Liveness) -> None:
-        self.server = SocketServer("tcp://127.0.0.1:0", insecure=True, liveness=liveness)
+        self.server = SocketServer("tcp://127.0.0.1:0", liveness=liveness)
         plane = LocalPlane()
         plane.state.units.add_own("controller", host_id(), [self.server.address], None)
         thread = threading.Thread(target=self.server.serve, args=(Front(CONF, plane, StorageUnit("own", None)),))

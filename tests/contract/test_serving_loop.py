@@ -42,7 +42,7 @@ def made(directory: Path) -> Iterator[tuple[SocketServer, list[Peer]]]:
     server = SocketServer(f"ipc://{directory}/s0")
     try:
         addresses = [server.address, server.listen(f"ipc://{directory}/s1")]
-        addresses.append(server.listen("tcp://127.0.0.1:0", insecure=True))
+        addresses.append(server.listen("tcp://127.0.0.1:0"))
         yield server, [Peer(f"s{n}", address) for n, address in enumerate(addresses)]
     finally:
         server.close()

@@ -261,7 +261,7 @@ def test_a_queue_that_is_full_is_named_before_any_other_cause(trainer: MakeTrain
 
 def test_what_a_sanity_check_reads_is_to_be_put_before_what_fills_the_queue(trainer: MakeTrainer, hints: Hints) -> None:
     def put() -> None:
-        tq.get_client().put({"x": torch.zeros(8, 1024)}, partition_id="val")
+        tq.get_client().put(rows(8).set("image", torch.zeros(8, 1024)), partition_id="val")
         tq.get_client().seal_partition("val")
 
     streams = {"train": stream("train", clear_consumed=True), "val": stream("val", task="evaluate")}

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from transfer_queue import protocol as p
 from transfer_queue.calls import Call, Holding, Until, Wait
-from transfer_queue.control import group_work
+from transfer_queue.control import group_loading
 from transfer_queue.control.freezes import FrozenSamples
 from transfer_queue.control.lifecycle import cleared
 from transfer_queue.control.restoring import Restored, check_fits
@@ -150,7 +150,7 @@ class Restoring(Holding):
             state.discard(partition)
         state.partitions, state.tasks = restored.partitions, restored.tasks
         state.allocator, state.incarnations = restored.allocator, restored.incarnations
-        group_work.restored(state, restored.versions, restored.next_lease)
+        group_loading.restored(state, restored.versions, restored.next_lease)
         for number, (staged, used) in self._used.items():
             state.calls.take(self._client, number, Staged)
             state.delete(staged.indexes[~used])

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups built anew from a saved partition: their columns and tags are the record."""
+"""Groups built anew from a saved partition, whose columns and tags are the record; and what tasks had drawn of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 
+from transfer_queue.control import group_work
+from transfer_queue.control.consumer import Consumer
 from transfer_queue.control.group_record import LEFT, READY, TRAINED, UNDER_WORK, Group
 from transfer_queue.control.group_work import groups_of
 from transfer_queue.control.groups import COLUMNS, HEAD, PART, TERMS, Groups
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.rows import RowState
+from transfer_queue.control.state import PlaneState
 from transfer_queue.protocol import Tags, Terms
 
 
@@ -60,3 +63,48 @@ def _load(groups: Groups, index: int, terms: Terms, tags: Tags) -> None:
     groups.update(group)
     for task in terms.tasks if state == TRAINED else ():
         groups.drawn(task, [group], None)
+
+
+def restored(state: PlaneState, versions: Mapping[str, int], next_token: int) -> None:
+    """The plane has other partitions: what their groups hold slots for, and what was drawn of them, is known again."""
+    state.leases.restored(versions, next_token + state.config.gap)
+    for partition in [each for each in state.partitions.values() if each.groups is not None]:
+        groups = groups_of(partition)
+        groups.rebuild()
+        groups.has_ended = partition.is_final
+        groups.order()
+        for consumer in partition.consumers.values():
+            _find_drawn(state, partition, groups, consumer)
+        for group in groups.live.values():
+            for task in groups.left_by.intersection(group.terms.tasks).difference(group.drawn):
+                groups.acked(task, [group])
+        for group in groups.live.values():
+            if group.state != TRAINED:
+                state.leases.charge(group)
+            if group.is_under_work or not group.passed:
+                group_work.watch_deadline(state, partition, group)
+        known = [group.version for group in groups.unfinished.values() if group.version is not None]
+        state.leases.went_back |= known != sorted(known)
+        group_work.settle(state, partition)
+
+
+def _find_drawn(state: PlaneState, partition: Partition, groups: Groups, consumer: Consumer) -> None:
+    """What a task was given before the queue was saved. What it has not acknowledged, it may have trained."""
+    task, ledger = consumer.task, consumer.ledger
+    given, over = set[Group](), list[Group]()
+    draws_any = state.leases.sampler(task) is not None
+    for group in groups.live.values():
+        is_for = task in group.terms.tasks or (draws_any and group.is_for(task))
+        number = group_work.number_given(partition, consumer, group) if is_for and group.is_complete else 0
+        if number and not ledger.is_open(number):
+            over.append(group)
+        elif number and task not in group.drawn:
+            given.add(group)
+    groups.acked(task, over)
+    rounds: dict[Hashable, list[tuple[Hashable, int | None, list[Group]]]] = {}
+    for entry in ledger.open_entries() if given else ():
+        own = [group for group in groups.of(entry.indexes) if group in given]
+        if own:
+            rounds.setdefault(entry.key if entry.dp_size is None else entry.key[1], []).append((*entry.key, own))
+    for batches in rounds.values():
+        group_work.was_given(state, partition, task, batches)

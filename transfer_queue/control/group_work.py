@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -218,7 +218,7 @@ def leave(state: PlaneState, partition: Partition, group: Group, into: str, reas
 def finish(state: PlaneState, partition: Partition, group: Group) -> None:
     """The group is done: it is deleted, with its head. A task that follows another may still hold its members."""
     for name, own in partition.consumers.items():
-        if state.tasks.is_follower(name) and own.ledger.is_open(_number_given(partition, own, group)):
+        if state.tasks.is_follower(name) and own.ledger.is_open(number_given(partition, own, group)):
             return
     leave(state, partition, group, GONE)
 
@@ -325,52 +325,7 @@ def _deadline(state: PlaneState, partition: Partition, group: Group) -> None:
         leave(state, partition, group, EXPIRED, f"its rows did not get the tags of its gate {patience}")
 
 
-def restored(state: PlaneState, versions: Mapping[str, int], next_token: int) -> None:
-    """The plane has other partitions: what their groups hold slots for, and what was drawn of them, is known again."""
-    state.leases.restored(versions, next_token + state.config.gap)
-    for partition in [each for each in state.partitions.values() if each.groups is not None]:
-        groups = groups_of(partition)
-        groups.rebuild()
-        groups.has_ended = partition.is_final
-        groups.order()
-        for consumer in partition.consumers.values():
-            _find_drawn(state, partition, groups, consumer)
-        for group in groups.live.values():
-            for task in groups.left_by.intersection(group.terms.tasks).difference(group.drawn):
-                groups.acked(task, [group])
-        for group in groups.live.values():
-            if group.state != TRAINED:
-                state.leases.charge(group)
-            if group.is_under_work or not group.passed:
-                watch_deadline(state, partition, group)
-        known = [group.version for group in groups.unfinished.values() if group.version is not None]
-        state.leases.went_back |= known != sorted(known)
-        settle(state, partition)
-
-
-def _find_drawn(state: PlaneState, partition: Partition, groups: Groups, consumer: Consumer) -> None:
-    """What a task was given before the queue was saved. What it has not acknowledged, it may have trained."""
-    task, ledger = consumer.task, consumer.ledger
-    given, over = set[Group](), list[Group]()
-    draws_any = state.leases.sampler(task) is not None
-    for group in groups.live.values():
-        is_for = task in group.terms.tasks or (draws_any and group.is_for(task))
-        number = _number_given(partition, consumer, group) if is_for and group.is_complete else 0
-        if number and not ledger.is_open(number):
-            over.append(group)
-        elif number and task not in group.drawn:
-            given.add(group)
-    groups.acked(task, over)
-    rounds: dict[Hashable, list[tuple[Hashable, int | None, list[Group]]]] = {}
-    for entry in ledger.open_entries() if given else ():
-        own = [group for group in groups.of(entry.indexes) if group in given]
-        if own:
-            rounds.setdefault(entry.key if entry.dp_size is None else entry.key[1], []).append((*entry.key, own))
-    for batches in rounds.values():
-        _was_given(state, partition, task, batches)
-
-
-def _number_given(partition: Partition, consumer: Consumer, group: Group) -> int:
+def number_given(partition: Partition, consumer: Consumer, group: Group) -> int:
     """The number of the batch in which a task was given this group; 0: in none."""
     first = np.array(group.all_members()[:1], dtype=np.int64)
     return int(consumer.given[partition.rows_of(first)].sum())
@@ -457,13 +412,13 @@ def drew(
     """A round of the task: by reader and batch, the rows. ``batch`` None: the reader's next one."""
     groups = groups_of(partition)
     given = [(reader, batch, groups.of_rows(rows)) for reader, batch, rows in batches]
-    _was_given(state, partition, task, given)
+    was_given(state, partition, task, given)
     sampler = state.leases.sampler(task)
     if sampler is not None and sampler.window is not None:
         groups.overtaking[task] = sorted(groups.overtaking[task] + [group.seq for _, _, own in given for group in own])
 
 
-def _was_given(
+def was_given(
     state: PlaneState, partition: Partition, task: str, batches: list[tuple[Hashable, int | None, list[Group]]]
 ) -> None:
     """By reader and batch, the groups that train in the task's next step."""

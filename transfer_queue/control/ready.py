@@ -13,8 +13,6 @@ from transfer_queue.calls import Turn
 from transfer_queue.control.rows import Rows, ascending
 
 _BLOCK = 1024
-_AHEAD = 64
-"""Blocks with counts that are examined together."""
 
 
 class Follower(Protocol):
@@ -25,18 +23,13 @@ class Follower(Protocol):
 
 
 class ReadySet:
-    """A bit per row and a count per block of rows, so that a search for ready rows skips empty blocks."""
+    """A bit per row. The first one that is set is remembered, so that a search passes over what was drawn."""
 
     def __init__(self, ready: npt.NDArray[np.bool_] | None = None) -> None:
         """``ready``: the rows that are ready from the start."""
-        given = 0 if ready is None else len(ready)
-        num_blocks = -(-given // _BLOCK)
-        self._mask = np.zeros(num_blocks * _BLOCK, dtype=np.bool_)
-        if ready is not None:
-            self._mask[:given] = ready
-        self._counts = np.add.reduce(self._mask.reshape(num_blocks, _BLOCK), axis=1, dtype=np.int64)
-        self.count = int(self._counts.sum())
-        self._first_block = 0  # blocks below it are empty
+        self._mask: npt.NDArray[np.bool_] = np.empty(0, np.bool_) if ready is None else ready.copy()
+        self.count = int(np.count_nonzero(self._mask))
+        self._first = 0  # no row below it is ready
         self._hidden: list[Rows] = []
         self.follower: Follower | None = None
         self.listed: list[int] | None = None
@@ -70,15 +63,9 @@ class ReadySet:
         if not len(rows):
             return
         self._mask[rows] = present
-        first, last = int(rows[0]) // _BLOCK, int(rows[-1]) // _BLOCK
-        if present and first < self._first_block:
-            self._first_block = first
-        sign = 1 if present else -1
-        if first == last:
-            self._counts[first] += sign * len(rows)
-        else:
-            self._counts[first : last + 1] += sign * np.bincount(rows // _BLOCK - first)
-        self.count += sign * len(rows)
+        if present:
+            self._first = min(self._first, int(rows[0]))
+        self.count += len(rows) if present else -len(rows)
         self.listed = None
         if self.follower is not None:
             self.follower.changed(rows, present)
@@ -90,23 +77,21 @@ class ReadySet:
         return rows[self._mask[rows]]
 
     def _grow(self, needed: int) -> None:
-        num_blocks = max(needed // _BLOCK + 1, 2 * len(self._counts))
-        mask = np.zeros(num_blocks * _BLOCK, dtype=np.bool_)
+        mask = np.zeros(max(needed + _BLOCK, 2 * len(self._mask)), dtype=np.bool_)
         mask[: len(self._mask)] = self._mask
-        counts = np.zeros(num_blocks, dtype=np.int64)
-        counts[: len(self._counts)] = self._counts
-        self._mask, self._counts = mask, counts
+        self._mask = mask
 
     def blocks(self, start: int = 0) -> Iterator[Rows]:
         """Ready rows from ``start`` on, ascending, a block at a time."""
-        begin = max(self._first_block, start // _BLOCK)
-        leading = begin == self._first_block
-        for at in range(begin, len(self._counts), _AHEAD):
-            for block in self._counts[at : at + _AHEAD].nonzero()[0].tolist():
-                if leading:
-                    self._first_block, leading = at + block, False
-                low = max((at + block) * _BLOCK, start)
-                yield self._mask[low : (at + block + 1) * _BLOCK].nonzero()[0] + low
+        at, leading = max(self._first, start), start <= self._first
+        while at < len(self._mask):
+            at += int(self._mask[at:].argmax())
+            if not self._mask[at]:
+                return
+            if leading:
+                self._first, leading = at, False
+            yield self._mask[at : at + _BLOCK].nonzero()[0] + at
+            at += _BLOCK
 
     def first(self, count: int, start: int = 0) -> Rows:
         """The first ready rows from ``start`` on, ascending; fewer if there are fewer."""

@@ -170,6 +170,7 @@ class LocalQueue(Servers):
 
         server = SocketServer(self.address)
         with ExitStack() as opened:
+            opened.callback(server.close)
             front, listening = open_front(server, orders, opened)
             ending = opened.pop_all()
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from transfer_queue.errors import InvalidRequestError, ProtocolError, UnsupportedValueError
 from transfer_queue.protocol.arrays import pack_arrays, unpack_arrays
-from transfer_queue.protocol.replies import AnyReply
+from transfer_queue.protocol.replies import AnyReply, Reply
 from transfer_queue.protocol.request_parts import MOST_ROWS, Call, Tags, UnitRuns
 from transfer_queue.protocol.requests import (
     AnyRequest,
@@ -253,5 +253,5 @@ def check_version(hello: Hello) -> None:
         )
 
 
-decode_reply: Callable[[bytes | memoryview], AnyReply] = msgspec.msgpack.Decoder(AnyReply).decode
+decode_reply: Callable[[bytes | memoryview], Reply] = msgspec.msgpack.Decoder(AnyReply).decode
 """Raises msgspec.DecodeError for anything that isn't one of our replies."""

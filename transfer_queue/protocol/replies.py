@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 import msgspec
@@ -222,7 +224,5 @@ class Frozen(Reply, frozen=True):
     num_parts: int = 1
 
 
-AnyReply = (
-    Done | Failed | Welcome | Reserved | Published | Batch | NotReady | Ended | Status | Cleared | Names | KeyList
-    | ChangedKeys | Units | Frozen | LeasedGroups
-)  # fmt: skip
+AnyReply: Any = functools.reduce(operator.or_, Reply.__subclasses__())
+"""One of the classes above."""

@@ -6,22 +6,20 @@ Arrays travel as raw little-endian bytes: ``indexes`` are int64, ``status`` int8
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Annotated, Any
 
 import msgspec
 
 from transfer_queue.protocol.group_requests import (
-    Advance,
     EndLease,
     LeaseGroups,
     Members,
-    MoveOn,
     RejectGroups,
-    RenewLeases,
     RetryGroups,
     Role,
     Terms,
-    Trained,
 )
 from transfer_queue.protocol.request_parts import (
     Call,
@@ -490,14 +488,8 @@ class Restore(Request, frozen=True):
     first_call: Call = 0
 
 
-AnyRequest = (
-    Hello | Goodbye | CreatePartition | SealPartition | RegisterTask | Reserve | CheckFields | Publish | Insert | Fetch
-    | Cancel | Ack | Describe | ConsumptionStatus | FieldStatus | ResetConsumption | SetTags | ClearSamples
-    | ClearConsumed | ClearPartition | ListPartitions | ResolveKeys | Put | KeysOf | ListKeys | WatchKeys | WaitKeys
-    | ForgetTask | ExpectProducers | NoteExit | LeaseGroups | EndLease | RenewLeases | Advance | Trained | MoveOn
-    | RetryGroups | RejectGroups | GetStats | EvictClient | JoinUnit | ListLost | ListUnits | WatchRun | LeaveRun
-    | Freeze | ReadFrozen | Thaw | Stage | RestorePart | Restore
-)  # fmt: skip
+AnyRequest: Any = functools.reduce(operator.or_, Request.__subclasses__())
+"""One of the classes above, or of those of groups."""
 KEPT = (
     Fetch, Reserve, CheckFields, ResolveKeys, Publish, Put, Insert, ClearSamples, ClearConsumed, ClearPartition, Freeze,
     Thaw, Stage, RestorePart, Restore, LeaseGroups, EndLease, RetryGroups, RejectGroups,

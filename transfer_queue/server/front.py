@@ -82,7 +82,7 @@ class Front:
         verbs |= {p.Hello: self._hello, p.Goodbye: self._goodbye, p.Cancel: self._cancel}
         if plane is not None and unit is not None:
             verbs |= {kind: self._clearing(plane.verbs[kind]) for kind in _CLEARS}
-            verbs |= _ComposedCalls(plane, unit, self.meter).verbs
+            verbs |= _ComposedCalls(plane, unit).verbs
         if plane is not None:
             verbs |= {p.EvictClient: self._evict, p.GetStats: self._stats, p.JoinUnit: self._join_unit}
         if unit is not None:
@@ -171,8 +171,6 @@ class Front:
     def _encoded(self, answer: Answer) -> Outgoing:
         """The encoded answer. If it can't be encoded, the call is undone and answered with an error."""
         call, reply = answer.call, answer.reply
-        if type(reply) is Rows:
-            self.meter.reads(reply, answer.values)
         self.meter.answered(answer.request, call.since, reply)
         try:
             if type(reply) is p.Failed:
@@ -313,15 +311,15 @@ class Front:
         return reply
 
     def _unit_stats(self, unit: StorageUnit, call: Call, request: AskUnitStats) -> p.Reply:
-        metrics = self.meter.of_unit(unit.put_nbytes)
+        metrics = self.meter.of_unit(unit.put_nbytes, unit.got_nbytes)
         return msgspec.structs.replace(unit.stats(), id=request.id, metrics=metrics)
 
 
 class _ComposedCalls:
     """Calls that take both the control plane and the storage unit of this process."""
 
-    def __init__(self, plane: ControlPlane, unit: StorageUnit, meter: Meter) -> None:
-        self._plane, self._unit, self._meter = plane, unit, meter
+    def __init__(self, plane: ControlPlane, unit: StorageUnit) -> None:
+        self._plane, self._unit = plane, unit
         self.verbs: dict[type[p.Request], Verb] = {
             p.Put: self._put, p.Fetch: self._fetch, p.Publish: self._publish,
         }  # fmt: skip
@@ -417,7 +415,6 @@ class _ComposedCalls:
         read = Read(fetch.id, batch.indexes, sorted(set(fetch.fields)), fetch.mapped)
         rows = yield from replied(self._unit.read(call, read))
         if isinstance(rows, Rows):
-            self._meter.reads(rows, call.values)
             call.values = [p.encode(rows), *call.values]
             return batch
         return rows

@@ -101,7 +101,7 @@ def _listen(server: SocketServer, front: Front, orders: Orders) -> str | None:
     from transfer_queue.transport.tcp_wire import read_keys
 
     keys = None if orders.key_file is None else read_keys(orders.key_file)
-    address = server.listen(orders.listen, keys, insecure=keys is None)
+    address = server.listen(orders.listen, keys)
     front.listens_at(address)
     return address
 

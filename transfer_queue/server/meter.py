@@ -10,11 +10,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
-import numpy as np
-
 from transfer_queue import protocol as p
 from transfer_queue.protocol import unpack_indexes, unpack_tags
-from transfer_queue.storage.messages import ColumnHeader, Delete, Read, Rows, UnitRequest, Write
+from transfer_queue.storage.messages import Delete, Read, UnitRequest, Write
 
 REQUEST_BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 LOOP_BOUNDS_S = (0.0001, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0)
@@ -134,7 +132,6 @@ class Meter:
         self._version_of = version_of
         self._verbs: dict[type[p.Request], _Verb] = {}
         self._loop = Histogram(LOOP_BOUNDS_S)
-        self._got = {"message": 0, "memory": 0}
         self._ages = _Ages()
         self._age_s: dict[str, Histogram] = {}
         self._versions: dict[str, Histogram] = {}
@@ -189,12 +186,6 @@ class Meter:
             for version in batch.versions.values() or _versions(unpack_tags(batch.tags)):
                 histogram.add(max(0, newest - version))
 
-    def reads(self, rows: Rows, frames: Sequence[Any]) -> None:
-        """Values go to a reader."""
-        self._got["message"] += sum([memoryview(frame).nbytes for frame in frames])
-        if rows.pinned:
-            self._got["memory"] += _pinned(rows.headers, frames)
-
     # ---- what came of it ----
 
     def of_controller(self) -> dict[str, Any]:
@@ -209,12 +200,14 @@ class Meter:
             "versions": {task: histogram.plain() for task, histogram in self._versions.items()},
         }
 
-    def of_unit(self, put_nbytes: Mapping[str, int]) -> dict[str, Any]:
+    def of_unit(self, put_nbytes: Mapping[str, int], got_nbytes: Mapping[str, int]) -> dict[str, Any]:
         """``requests`` as above; ``bytes`` of values in messages, and in memory that client and unit share.
 
-        ``put_nbytes``: those that the unit has committed.
+        Args:
+            put_nbytes: Those that the unit has committed.
+            got_nbytes: Those that readers were given.
         """
-        return {"requests": self._requests(of_unit=True), "bytes": {"put": put_nbytes, "get": self._got}}
+        return {"requests": self._requests(of_unit=True), "bytes": {"put": put_nbytes, "get": got_nbytes}}
 
     def _requests(self, of_unit: bool) -> dict[str, Any]:
         return {verb.name: verb.plain() for verb in self._verbs.values() if verb.of_unit is of_unit}
@@ -235,22 +228,3 @@ def _of(histograms: dict[str, Histogram], task: str, bounds: Sequence[float]) ->
         name = task if len(histograms) < _MOST_TASKS else _OTHERS
         found = histograms.setdefault(name, Histogram(bounds))
     return found
-
-
-def _pinned(headers: Sequence[ColumnHeader], frames: Sequence[Any]) -> int:
-    """Bytes of the rows that lie in the arena. Where rows are selected from a block, the block's others don't count."""
-    nbytes, remaining = 0, iter(frames)
-    for header in headers:
-        if header.offset < 0:
-            next(remaining)
-        row_meta = None if header.layout.kind == "dense" else next(remaining)
-        if header.offset < 0:
-            continue
-        if header.selection < 0:
-            nbytes += header.nbytes
-        elif row_meta is None:
-            nbytes += header.rows * header.layout.row_nbytes
-        else:
-            shapes = np.frombuffer(row_meta, np.int64).reshape(header.rows, -1)
-            nbytes += int(shapes.prod(axis=1).sum()) * header.layout.itemsize
-    return nbytes

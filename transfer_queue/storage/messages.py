@@ -340,15 +340,18 @@ OffsetOf = Callable[[ByteArray], int]
 """Returns the arena offset of this memory, or -1 if it lies elsewhere."""
 
 
-def rows_answer(call: int, located: Located, offset_of: OffsetOf | None) -> tuple[Rows, list[Any], list[ByteArray]]:
+def rows_answer(
+    call: int, located: Located, offset_of: OffsetOf | None
+) -> tuple[Rows, list[Any], list[ByteArray], int]:
     """Answer with extents of the arena, whose rows the reader copies once, and with frames of all that lies elsewhere.
 
     Args:
         offset_of: None: everything travels in frames.
     Returns:
-        The answer, its frames, and the memory that must not be reused before the reader releases the call.
+        The answer, its frames, the memory that must not be reused before the reader releases the call, and the bytes
+        that it reads there.
     """
-    packer, pinned = Packer(), list[ByteArray]()
+    packer, pinned, nbytes = Packer(), list[ByteArray](), 0
     rest: dict[str, list[tuple[WireColumn, IntArray, IntArray]]] = {}
     for field, column, at, rows in located:
         offset = offset_of(column.data) if offset_of is not None and column.data.nbytes else -1
@@ -360,15 +363,17 @@ def rows_answer(call: int, located: Located, offset_of: OffsetOf | None) -> tupl
             packer.add(field, at, column.pick(run))
         else:
             start = column.start_of(run.start) if isinstance(run, slice) else 0
-            packer.add(field, as_run(at), column.pick(run), offset + start)
+            picked = column.pick(run)
+            packer.add(field, as_run(at), picked, offset + start)
             pinned.append(column.data)
+            nbytes += picked.data.nbytes if isinstance(run, slice) else column.rows_nbytes(run)
     for field, blocks in rest.items():
         which = np.repeat(np.arange(len(blocks)), [len(at) for _, at, _ in blocks])
         at, rows = (np.concatenate([block[n] for block in blocks]) for n in (1, 2))
         order = np.argsort(at, kind="stable")
         for where, rows_together in select([column for column, _, _ in blocks], which[order], rows[order]):
             packer.add(field, as_run(at[order][where]), rows_together)
-    return Rows(call, packer.headers, packer.tables, bool(pinned)), packer.frames, pinned
+    return Rows(call, packer.headers, packer.tables, bool(pinned)), packer.frames, pinned, nbytes
 
 
 def is_copied_here(column: WireColumn, rows: Positions) -> bool:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from transfer_queue.errors import ConfigError
 from transfer_queue.transport.base import USUAL_LIVENESS, Envelope, Handler, Listener, Liveness, Outgoing, Route
 from transfer_queue.transport.loop import Readiness, guarded
 from transfer_queue.transport.unix import UnixListener
@@ -26,13 +25,7 @@ class SocketServer:
     constructor returns.
     """
 
-    def __init__(
-        self,
-        address: str,
-        keys: ServerKeys | None = None,
-        insecure: bool = False,
-        liveness: Liveness = USUAL_LIVENESS,
-    ) -> None:
+    def __init__(self, address: str, keys: ServerKeys | None = None, liveness: Liveness = USUAL_LIVENESS) -> None:
         """See ``listen``."""
         self.turned: Callable[[float], None] = _nothing
         """Called after each turn with the seconds that it took."""
@@ -49,34 +42,26 @@ class SocketServer:
         self._at_close.callback(os.close, self._wake)
         self._at_close.callback(self._readiness.close)
         try:
-            self.address = self.listen(address, keys, insecure, liveness)
+            self.address = self.listen(address, keys, liveness)
         except BaseException:
             self.close()
             raise
 
-    def listen(
-        self,
-        address: str,
-        keys: ServerKeys | None = None,
-        insecure: bool = False,
-        liveness: Liveness = USUAL_LIVENESS,
-    ) -> str:
+    def listen(self, address: str, keys: ServerKeys | None = None, liveness: Liveness = USUAL_LIVENESS) -> str:
         """Also serve clients who come to this address. Returns it with its real port. Call it before ``serve``.
 
         Args:
             address: ``ipc://PATH``, a Unix socket of this host, or ``tcp://HOST:PORT`` for other hosts, which the rest
                 is about.
-            keys: Clients must know the public one; all traffic is encrypted.
-            insecure: Listen without keys: any process that can reach the address can read and change all values.
+            keys: Clients must know the public one; all traffic is encrypted. Without, any process that can reach the
+                address can read and change all values.
             liveness: How long a client may be silent before it counts as gone.
         Raises:
             OSError: the address can't be bound.
-            ConfigError: it is no address, or keys are missing.
+            ConfigError: it is no address.
         """
         listener: Listener
         if address.startswith("tcp://"):
-            if keys is None and not insecure:
-                raise ConfigError(f"a server at {address} needs keys: write_keys() makes some. Or pass insecure=True.")
             from transfer_queue.transport.tcp_listener import TcpListener
 
             listener = TcpListener(address, self._readiness, self, keys, liveness)

@@ -41,6 +41,11 @@ class Watched(np.ndarray):
         Watched.elements += self.size
         return plain(self).nonzero()
 
+    def argmax(self, *args: Any, **kwargs: Any) -> Any:
+        found = plain(self).argmax(*args, **kwargs)  # it stops at the first True
+        Watched.elements += int(found) + 1
+        return found
+
     def tolist(self) -> Any:
         Watched.elements += self.size
         return plain(self).tolist()
@@ -66,7 +71,8 @@ def watch(plane: LocalPlane) -> None:
     for consumer in partition.consumers.values():
         for _, ready in consumer._ready.items():
             for each in (ready, getattr(ready.follower, "_heads", ready)):
-                each._mask, each._counts = each._mask.view(Watched), each._counts.view(Watched)
+                each._grow(len(each._mask) + 1)  # a set that grows later would not be watched
+                each._mask = each._mask.view(Watched)
     Watched.elements = 0
 
 

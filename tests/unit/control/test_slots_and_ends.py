@@ -14,7 +14,6 @@ from tests.unit.control.control_kit import load, refused, save
 from tests.unit.control.groups_kit import FEEDER, PART, TRAINER, Queue
 from transfer_queue import GroupSampler
 from transfer_queue import protocol as p
-from transfer_queue.calls import Turn
 
 
 def sealed(queue: Queue, partition: str = PART) -> None:
@@ -218,7 +217,8 @@ def test_groups_that_are_trained_before_their_deadlines_leave_no_timers():
 
 def test_many_deadlines_at_once_and_many_retries_leave_others_their_turns():
     many, queue = 400, Queue(check=False)
-    queue.plane.calls.turn = Turn(itertools.count(step=1e-3).__next__)  # four looks at the clock are a turn
+    calls, looks = queue.plane.calls, itertools.count(step=1e-3)
+    calls.turn = type(calls.turn)(looks.__next__)  # four looks at the clock are a turn
     queue.add(many, deadline_s=10.0)
     queue.lease(count=many)
     queue.now = 10.0

@@ -10,8 +10,8 @@ import numpy as np
 from tests.unit.server.front_kit import NBYTES, PAGE, Client, failed, front_of
 from transfer_queue import protocol as p
 from transfer_queue.server.meter import AGE_BOUNDS_S, BOUNDS, REQUEST_BOUNDS_S, VERSION_BOUNDS, Meter
-from transfer_queue.storage.messages import Abort, AskUnitStats, ColumnHeader, Columns, Commit, Rows, Write
-from transfer_queue.storage.wire import dense_layout, ragged_layout
+from transfer_queue.storage.messages import Abort, AskUnitStats, ColumnHeader, Columns, Commit, Write
+from transfer_queue.storage.wire import dense_layout
 
 
 class Clock:
@@ -50,7 +50,7 @@ def test_a_request_is_timed_from_its_arrival_to_its_answer_and_its_samples_and_e
     meter.answered(p.Fetch(2, "p", "t", ["x"], 3), 10.0, p.Failed(2, "", ""))
     expected = {"seconds": counted(REQUEST_BOUNDS_S, 0.25, 0.25), "errors": 1, "samples": 3}
     assert meter.of_controller()["requests"] == {"GET_META": expected}
-    assert meter.of_unit({})["requests"] == {}
+    assert meter.of_unit({}, {})["requests"] == {}
 
 
 def test_the_two_forms_of_a_put_share_a_name():
@@ -58,7 +58,7 @@ def test_the_two_forms_of_a_put_share_a_name():
     meter.answered(p.Put(1, p.Reserve(1, "p", 2)), 0.0, reserved(0, 2))
     meter.answered(Write(2, p.pack_indexes(np.arange(3)), Columns([])), 0.0, p.Done(2))
     meter.answered(p.Put(3, p.CheckFields(3, "p", p.pack_indexes(np.arange(4)), {})), 0.0, p.Done(3))
-    assert {name: verb["samples"] for name, verb in meter.of_unit({})["requests"].items()} == {"PUT": 9}
+    assert {name: verb["samples"] for name, verb in meter.of_unit({}, {})["requests"].items()} == {"PUT": 9}
 
 
 def test_the_age_of_a_batch_is_that_of_its_oldest_sample():
@@ -121,20 +121,6 @@ def test_the_number_of_tasks_with_a_histogram_is_bounded():
     assert sum(histograms["(others)"]["counts"]) == 200
 
 
-def test_rows_in_the_arena_count_without_the_other_rows_of_their_block():
-    dense, ragged = dense_layout("float32", 4, (10,)), ragged_layout("int64", 8, 1)
-    headers = [
-        ColumnHeader("whole", dense, 5, offset=0, nbytes=200),
-        ColumnHeader("some", dense, 2, offset=4096, nbytes=200, selection=0),
-        ColumnHeader("lengths", ragged, 2, offset=8192, nbytes=10_000, selection=0),
-        ColumnHeader("small", dense, 1),
-    ]
-    meter, _ = metered()
-    frames = [memoryview(np.array([3, 4])).cast("B"), memoryview(bytes(40))]
-    meter.reads(Rows(1, headers, [], True), frames)
-    assert meter.of_unit({})["bytes"]["get"] == {"message": 16 + 40, "memory": 200 + 80 + 7 * 8}
-
-
 def test_a_front_counts_what_it_answers_and_the_bytes_of_values():
     front = front_of()
     writer, reader = Client(front, "writer"), Client(front, "reader")
@@ -172,6 +158,8 @@ def test_bytes_count_once_they_are_committed():
     assert moved(front)["put"] == {"message": 2 * NBYTES, "memory": 0}
     writer.one(writer.put_leased([1, 2]))
     assert moved(front)["put"] == {"message": 2 * NBYTES, "memory": 2 * PAGE}
+    assert len(writer.send(writer.fetch(1, mapped=True))) == 1
+    assert moved(front)["get"] == {"message": 8, "memory": PAGE}, "its shape, and not the other row of the block"
 
 
 def test_bytes_of_refused_and_aborted_writes_do_not_count():

@@ -59,7 +59,7 @@ def numbers(part: WireColumn) -> list[int]:
 
 def stored(store: BlockStore, indexes: np.ndarray, fields: list[str]) -> FieldColumns:
     """What a reader without an arena is sent."""
-    answer, frames, _ = rows_answer(0, store.locate(indexes, fields), None)
+    answer, frames, *_ = rows_answer(0, store.locate(indexes, fields), None)
     return unpack_columns(answer.headers, answer.tables, frames, len(indexes))
 
 

@@ -100,6 +100,8 @@ class StorageUnit:
         self._is_moving = False
         self.put_nbytes = {"message": 0, "memory": 0}
         """Bytes of values committed so far: those that came in messages, and those in leased memory."""
+        self.got_nbytes = {"message": 0, "memory": 0}
+        """Likewise those that readers were given."""
         self.verbs: dict[type[Request], Verb] = {
             LeaseMemory: self._lease,
             Write: self.write,
@@ -263,7 +265,10 @@ class StorageUnit:
         return offset
 
     def _rows(self, call: Call, located: Located, in_place: bool) -> Reply:
-        answer, call.values, pinned = rows_answer(call.number, located, self._offset_of if in_place else None)
+        offset_of = self._offset_of if in_place else None
+        answer, call.values, pinned, nbytes = rows_answer(call.number, located, offset_of)
+        self.got_nbytes["message"] += sum([memoryview(frame).nbytes for frame in call.values])
+        self.got_nbytes["memory"] += nbytes
         if pinned:
             self.calls.hold(call, Pin(pinned, self._freed))
         return answer
