@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes that tests started, without the ones that are kept to fork from; and their patience."""
+"""The processes that tests started, without the ones that are kept to fork from, or are torch's own; and their patience."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ import psutil
 SLOW = float(os.environ.get("TQ_TEST_SLOW") or 1.0)
 """Tests wait so many times as long for other processes: more than 1 for a machine that has much else to do."""
 
-_KEPT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "tests.warm_python")
+_KEPT = (
+    "multiprocessing.resource_tracker",
+    "multiprocessing.forkserver",
+    "tests.warm_python",
+    "torch/_inductor/compile_worker",
+)
 
 
 def own_processes(pid: int | None = None, recursive: bool = True) -> list[psutil.Process]:

@@ -167,4 +167,8 @@ def _rows(name: str, value: Any, samples: int) -> Any:
             f"field {name!r} has {what} for the {samples} samples of the batch. Write one row per sample: a "
             f"tensor of shape [{samples}, ...], a nested tensor, or a list."
         )
-    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    return (
+        value.detach() if value.device.type == "cpu" else value.detach().cpu()
+    )  # no nested .cpu() in predict: torch 2.6

@@ -31,7 +31,9 @@ class Column:
         self.client, self.partition = client, partition
 
     def put(self, column: Any, count: int) -> Column:
-        self.client.put(TensorDict({"x": column}, batch_size=[count]), partition_id=self.partition)
+        fields = {"x": column}  # an older TensorDict takes no list of tensors
+        data = fields if isinstance(column, list) else TensorDict(fields, batch_size=[count])
+        self.client.put(data, partition_id=self.partition)
         return self
 
     def read(self, order: list[int] | None = None, layout: str | None = None) -> Any:
