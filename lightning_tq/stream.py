@@ -14,7 +14,7 @@ from string import Formatter
 from typing import Any, Literal
 
 import transfer_queue as tq
-from lightning_tq.checks import are_names, check_choice, check_int, did_you_mean
+from lightning_tq.checks import are_names, check_choice, check_int, did_you_mean, list_names
 from transfer_queue import BaseSampler, GroupSampler, RecordedBatches, TransferQueueClient, parse_filter
 from transfer_queue.errors import InvalidRequestError
 
@@ -247,6 +247,11 @@ def as_stream(given: Stream | Mapping[str, Any], label: str) -> Stream:
         raise InvalidRequestError(f"stream {label!r} must be a Stream or a mapping of its options, got {given!r}.")
     options = {each.name: each.default is MISSING for each in fields(Stream)}
     unknown = [str(name) for name in given if name not in options]
+    if unknown and all(isinstance(each, Stream | Mapping) for each in given.values()):
+        raise InvalidRequestError(
+            f"stream {label!r} must be one Stream, got several: {list_names(unknown)}. A run trains one; return other "
+            f"loaders beside it from train_dataloader of your own TQDataModule."
+        )
     if unknown:
         raise InvalidRequestError(
             f"stream {label!r} has no option {unknown[0]!r}{did_you_mean(unknown[0], options, likeness=0.0)}"

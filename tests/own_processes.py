@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes that tests started, without the ones that are kept to fork from, or are torch's own; and their patience."""
+"""The processes that tests started, without torch's own and the ones that are kept to fork from; and their patience."""
 
 from __future__ import annotations
 

@@ -169,6 +169,5 @@ def _rows(name: str, value: Any, samples: int) -> Any:
         )
     if not isinstance(value, torch.Tensor):
         return value
-    return (
-        value.detach() if value.device.type == "cpu" else value.detach().cpu()
-    )  # no nested .cpu() in predict: torch 2.6
+    value = value.detach()
+    return value if value.device.type == "cpu" else value.cpu()  # which torch 2.6 refuses for nested ones in predict

@@ -105,6 +105,7 @@ def test_a_filter_is_checked_with_its_stream(where: Any, says: str) -> None:
     [
         ({"task": "learn", "batchsize": 4}, "stream 'train' has no option 'batchsize'; did you mean 'batch_size'"),
         ({"task": "learn", "fields": ["x"]}, "stream 'train' lacks partition, batch_size: got {'task': 'learn'"),
+        ({"a": stream(), "b": {}}, r"stream 'train' must be one Stream, got several: 'a', 'b'\. A run trains one"),
         ("train", "stream 'train' must be a Stream or a mapping of its options, got 'train'"),
         (
             {"partition": "p", "task": "learn", "fields": ["x"], "batch_size": 0},
