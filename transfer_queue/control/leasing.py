@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
+from itertools import compress, islice
 from operator import itemgetter
 
 import numpy as np
@@ -66,7 +66,8 @@ class _Grants:
 
     def __init__(self, state: PlaneState, call: Call, request: p.LeaseGroups) -> None:
         self._state, self._call, self._request = state, call, request
-        self._where = None if request.where is None else parse_filter(request.where)
+        if request.where is not None:
+            parse_filter(request.where)  # it may be wrong, whether there is something to lease or not
         self._leases: list[HeldLease] = []
         self._granted: list[p.GrantedLease] = []
         self._unused: list[int] = []
@@ -87,7 +88,7 @@ class _Grants:
             groups = partition.groups
             if groups is None:
                 continue
-            among = None if self._where is None else partition.listed.matching(self._request.where)
+            among = None if self._request.where is None else partition.listed.matching(self._request.where)
             if isinstance(among, FilteredSet) and not among.finish(self._state.calls.turn):
                 if not self._leases:
                     return MORE
@@ -95,7 +96,7 @@ class _Grants:
             num_before = len(self._leases)
             avoided = partition.lost_heads() if avoids_lost else set()
             self._has_avoided |= bool(avoided)
-            self._take_begun(partition, groups, avoided)
+            self._take_begun(partition, groups, among, avoided)
             if self._num_missing:
                 self._take_fresh(partition, groups, among, avoided)
             if made := self._leases[num_before:]:
@@ -127,13 +128,16 @@ class _Grants:
     def _num_missing(self) -> int:
         return self._request.count - len(self._leases)
 
-    def _take_begun(self, partition: Partition, groups: Groups, avoided: set[int]) -> None:
+    def _take_begun(self, partition: Partition, groups: Groups, among: ReadySet | None, avoided: set[int]) -> None:
         """Work that others have left comes first. It has its slot."""
-        for group in list(groups.with_free_parts.values()):
+        begun = list(groups.with_free_parts.values())
+        if among is not None and begun:
+            rows = partition.rows_of(np.array([group.index for group in begun], np.int64))
+            begun = list(compress(begun, among.contains(rows)))
+        for group in begun:
             if not self._num_missing:
                 return
-            matches = self._where is None or self._where.matches(partition.tags[group.index])
-            if matches and group.index not in avoided:
+            if group.index not in avoided:
                 self._grant(partition, groups, group)
 
     def _take_fresh(self, partition: Partition, groups: Groups, among: ReadySet | None, avoided: set[int]) -> None:
