@@ -295,7 +295,7 @@ def test_an_index_that_a_write_names_without_a_value_costs_nothing_afterwards():
     store.write(ints(0, 6400), [("a", np.array([1]), wire([5]))])
     assert (read(store, "a", 6400), store.num_samples) == ([5], 1)
     store.delete(ints(0, 6400))
-    assert store._table.capacity == 0
+    assert not store._fields
 
 
 def test_replaced_bytes_are_those_a_write_would_free():

@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from transfer_queue.errors import StorageKeyNotFoundError
 from transfer_queue.storage.messages import FieldColumns, Located
-from transfer_queue.storage.unit.field_blocks import PAGE, PAGE_BITS, Block, FieldBlocks, HeldBlocks
+from transfer_queue.storage.unit.field_blocks import PAGE, Block, FieldBlocks, HeldBlocks, Pages
 from transfer_queue.storage.unit.spill import SPILL_STEP_NBYTES, SpillFile
 from transfer_queue.storage.wire import Allocate, ByteArray, IntArray, as_run, distinct, heap
 
@@ -26,15 +25,18 @@ class BlockStore(HeldBlocks):
         super().__init__(allocate, file)
         self._spilling: Iterator[None] | None = None
         self._no_room_on_disk = False
-        self._table = PageTable()
         self._fields: dict[str, FieldBlocks] = {}
 
     @property
     def num_samples(self) -> int:
-        """Indexes with at least one field. It looks at every slot: use it for statistics only."""
-        held = np.zeros(self._table.capacity, np.bool_)
-        for field in self._fields.values():
-            field.cells.mark_present(held)
+        """Indexes with at least one field. It looks at every cell: use it for statistics only."""
+        tables = [field.cells for field in self._fields.values()]
+        pages = [np.fromiter(cells.pages, np.int64, len(cells.pages)) for cells in tables]
+        names = np.unique(np.concatenate([np.empty(0, np.int64), *pages]))
+        held = np.zeros((len(names), PAGE), np.bool_)
+        for cells, own in zip(tables, pages, strict=True):
+            places = np.fromiter(cells.pages.values(), np.int64, len(own))
+            held[np.searchsorted(names, own)] |= cells.block_of.reshape(-1, PAGE)[places] >= 0
         return int(held.sum())
 
     @property
@@ -47,23 +49,13 @@ class BlockStore(HeldBlocks):
 
     def write(self, indexes: IntArray, columns: FieldColumns) -> None:
         """Store these values, replacing existing ones. It keeps the memory of the columns and copies nothing."""
-        slots = self._claim(indexes, columns)
+        pages = Pages(indexes)
         for name, positions, column in columns:
             field = self._fields.get(name)
             if field is None:
                 field = self._fields[name] = FieldBlocks(self)
-            self._table.keep(field.add(slots[positions], column))
-
-    def _claim(self, indexes: IntArray, columns: FieldColumns) -> IntArray:
-        """The slot of each index; -1 for one without any value, whose page nothing would ever release."""
-        for _, positions, column in columns:
-            if column.rows == len(indexes) and isinstance(positions, slice):  # of all samples, as nearly always
-                return self._table.claim(indexes)
-        covered = np.zeros(len(indexes), np.bool_)
-        for _, positions, _ in columns:
-            covered[positions] = True
-        self._table.claim(indexes[covered])
-        return self._table.find(indexes)
+            is_of_all = column.rows == len(indexes) and isinstance(positions, slice)
+            field.add(pages if is_of_all else Pages(indexes[positions]), column)
 
     def locate(self, indexes: IntArray, fields: Sequence[str]) -> Located:
         """Return where these fields of all these indexes lie, which may repeat and come in any order.
@@ -74,16 +66,15 @@ class BlockStore(HeldBlocks):
             StorageKeyNotFoundError: a value was cleared or never written.
         """
         located: Located = []
-        slots = self._table.find(indexes)
-        run = as_run(slots)
-        known = run if isinstance(run, slice) and run.start >= 0 and len(slots) else None
+        pages = Pages(indexes)
         for name in fields:
             field = self._fields.get(name)
-            if field is not None and known is not None and (whole := field.whole(known)) is not None:
+            cells = None if field is None else field.cells.of(pages)
+            run = None if cells is None or not len(cells) else as_run(cells)
+            if field is not None and isinstance(run, slice) and (whole := field.whole(run)) is not None:
                 column, rows = whole
-                located.append((name, column, slice(0, len(slots)), rows))
+                located.append((name, column, slice(0, len(indexes)), rows))
                 continue
-            cells = None if field is None else field.cells.of(slots)
             missing = indexes if field is None or cells is None else indexes[field.missing(cells)]
             if len(missing):
                 raise StorageKeyNotFoundError(
@@ -96,29 +87,29 @@ class BlockStore(HeldBlocks):
 
     def held(self, indexes: IntArray) -> dict[str, IntArray]:
         """By field, which of the indexes have a value; fields without any are left out."""
-        slots = self._table.find(indexes)
-        held = {name: indexes[~field.missing(field.cells.of(slots))] for name, field in self._fields.items()}
+        pages = Pages(indexes)
+        held = {name: indexes[~field.missing(field.cells.of(pages))] for name, field in self._fields.items()}
         return {name: some for name, some in held.items() if len(some)}
 
     def delete(self, indexes: IntArray) -> None:
         """Delete all fields of these indexes, skipping unknown ones."""
-        slots = distinct(self._table.find(indexes))
+        pages = Pages(distinct(indexes))
         self.look_for_disk()
         for name, field in list(self._fields.items()):
-            cells = field.cells.of(slots)
+            cells = field.cells.of(pages)
             mine = ~field.missing(cells)
             if 1 not in mine.tobytes():
                 continue
             field.delete(cells[mine])
-            self._table.release(slots[mine])
+            field.cells.release(pages)
             if not field.blocks:
                 del self._fields[name]
 
     def replaced_nbytes(self, indexes: IntArray, fields: Iterable[str]) -> int:
         """Bytes that a write of these fields of these indexes would free."""
-        slots = distinct(self._table.find(indexes))
+        pages = Pages(distinct(indexes))
         held = [self._fields[name] for name in set(fields) if name in self._fields]
-        found = [(field, field.cells.of(slots)) for field in held]
+        found = [(field, field.cells.of(pages)) for field in held]
         return sum(field.nbytes_of(cells[~field.missing(cells)]) for field, cells in found)
 
     @property
@@ -182,72 +173,3 @@ class BlockStore(HeldBlocks):
             return []
         blocks = [(field, block) for field in self._fields.values() for block in field.blocks.values()]
         return [(field, block) for field, block in blocks if block.live < block.column.rows and not block.on_disk]
-
-
-class PageTable:
-    """Indexes only grow, so an array over all of them would grow forever. Pages bound the tables by what is kept."""
-
-    def __init__(self) -> None:
-        self._reset()
-
-    def _reset(self) -> None:
-        self._pages: dict[int, int] = {}
-        self._free: list[int] = []
-        self._names: list[int] = []
-        self._kept: NDArray[np.int64] = np.zeros(0, np.int64)
-
-    @property
-    def capacity(self) -> int:
-        """One more than the largest slot used so far, rounded up."""
-        return len(self._kept) << PAGE_BITS
-
-    def find(self, indexes: IntArray) -> IntArray:
-        """The slot of each index, -1 if its page is unknown."""
-        name = _one_page(indexes)
-        if name is not None:
-            page = self._pages.get(name, -1)
-            return indexes - ((name - page) << PAGE_BITS) if page >= 0 else np.full(len(indexes), -1, np.int64)
-        names = indexes >> PAGE_BITS
-        first = np.flatnonzero(np.diff(names, prepend=names[:1] - 1))  # of each run on one page
-        found = np.array([self._pages.get(name, -1) for name in names[first].tolist()], np.int64)
-        pages = np.repeat(found, np.diff(first, append=len(names)))
-        return np.where(pages < 0, -1, (pages << PAGE_BITS) | (indexes & (PAGE - 1)))
-
-    def claim(self, indexes: IntArray) -> IntArray:
-        """The slot of each index, which may be new. ``keep`` must follow: a page without values is never released."""
-        one = _one_page(indexes)
-        for name in dict.fromkeys((indexes >> PAGE_BITS).tolist()) if one is None else (one,):
-            if name not in self._pages:
-                self._pages[name] = page = self._free.pop() if self._free else len(self._names)
-                self._names[page : page + 1] = [name]
-                if page >= len(self._kept):
-                    self._kept = np.append(self._kept, np.zeros(max(16, len(self._kept)), np.int64))
-        return self.find(indexes) if one is None else indexes - ((one - self._pages[one]) << PAGE_BITS)
-
-    def keep(self, slots: IntArray) -> None:
-        """Add one value to each of these slots."""
-        page = _one_page(slots)
-        if page is None:
-            np.add.at(self._kept, slots >> PAGE_BITS, 1)
-        else:
-            self._kept[page] += len(slots)
-
-    def release(self, slots: IntArray) -> None:
-        """Remove one value from each of these slots; pages without any are recycled."""
-        pages = slots >> PAGE_BITS
-        np.subtract.at(self._kept, pages, 1)
-        for page in np.unique(pages[self._kept[pages] == 0]).tolist():
-            del self._pages[self._names[page]]
-            self._free.append(page)
-        if not self._pages:
-            self._reset()
-
-
-def _one_page(numbers: IntArray) -> int | None:
-    """The page that all numbers are on; None if there are several pages or no numbers."""
-    if len(numbers) == 1:  # most small requests
-        return int(numbers[0]) >> PAGE_BITS
-    if len(numbers) == 0:
-        return None
-    pages = numbers >> PAGE_BITS
-    return int(pages[0]) if (pages == pages[0]).all() else None

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -165,78 +164,70 @@ class HeldBlocks:
         return self.held_nbytes - self.spilled_nbytes
 
 
-class Cells:
-    """The table of one field: a cell has the block and the row of one slot's value.
+class Pages:
+    """Indexes, and the pages that they are on, which each field looks up."""
 
-    Fields share the slots, which may be millions of other fields, so only pages with a value of this one have cells.
+    __slots__ = ("counts", "indexes", "names")
+
+    def __init__(self, indexes: IntArray) -> None:
+        self.indexes = indexes
+        self.counts: IntArray | None = None
+        """How many indexes in a row are on each page; None: all are on one."""
+        if len(indexes) == 1:  # most small requests
+            self.names = [int(indexes[0]) >> PAGE_BITS]
+            return
+        names = indexes >> PAGE_BITS
+        first = np.flatnonzero(np.diff(names, prepend=names[:1] - 1))
+        self.names = names[first].tolist()
+        if len(self.names) != 1:
+            self.counts = np.diff(first, append=len(names))
+
+
+class Cells:
+    """The table of one field: a cell has the block and the row of one sample's value.
+
+    Indexes only grow, so an array over all of them would grow forever. Only pages of them with a value have cells.
     """
 
     def __init__(self) -> None:
-        self._page_of = np.zeros(2, np.int32)
-        """By page of slots plus one, the page of cells; 0: none. So it is for the first and the last, which stand for
-        slots that are unknown or beyond."""
+        self.pages: dict[int, int] = {}
+        """By page of indexes, its page of cells. Those without a value have page 0."""
         self._free: list[int] = []
-        """Pages of cells that no page of slots has, the first one last."""
+        """Pages of cells that no page of indexes has, the next one last."""
         self.block_of = np.full(PAGE, -1, np.int32)
         """-1: no value. Page 0 never has any."""
         self.row_of = np.zeros(PAGE, np.int32)
 
-    def of(self, slots: IntArray) -> IntArray:
-        """The cell of each slot. That of an unknown slot, such as -1, is on page 0, and never has a value."""
-        pages = self._page_of.take((slots >> PAGE_BITS) + 1, mode="clip")
-        return (pages << PAGE_BITS) | (slots & (PAGE - 1))
+    def of(self, pages: Pages) -> IntArray:
+        """The cell of each index. That of an unknown one is on page 0, and never has a value."""
+        get = self.pages.get
+        if pages.counts is None:
+            name = pages.names[0]
+            return pages.indexes + ((get(name, 0) - name) << PAGE_BITS)
+        found = np.array([get(name, 0) for name in pages.names], np.int64)
+        return (np.repeat(found, pages.counts) << PAGE_BITS) | (pages.indexes & (PAGE - 1))
 
-    def run_of(self, run: slice) -> slice | None:
-        """The cells of these slots if they have some and those are consecutive, too."""
-        first, last = (run.start >> PAGE_BITS) + 1, ((run.stop - 1) >> PAGE_BITS) + 1
-        page = self._page_of.item(first) if last < len(self._page_of) else 0
-        if not page or self._page_of.item(last) - page != last - first:
-            return None
-        if last - first > 1 and not isinstance(as_run(self._page_of[first : last + 1]), slice):
-            return None
-        start = (page << PAGE_BITS) | (run.start & (PAGE - 1))
-        return slice(start, start + run.stop - run.start)
+    def claim(self, pages: Pages) -> Positions:
+        """The cells of these indexes, as ``as_run`` returns them; some may be new."""
+        for name in pages.names:
+            if name not in self.pages:
+                self.pages[name] = self._free.pop() if self._free else self._grow()
+        return as_run(self.of(pages))
 
-    def claim(self, slots: IntArray) -> Positions:
-        """The cells of these slots, as ``as_run`` returns them; some may be new."""
-        run = as_run(slots)
-        if not isinstance(run, slice):
-            self._claim_pages(sorted(set((slots >> PAGE_BITS).tolist())))
-        elif (known := self.run_of(run)) is not None:
-            return known
-        elif len(slots):
-            self._claim_pages(range(run.start >> PAGE_BITS, ((run.stop - 1) >> PAGE_BITS) + 1))
-        return as_run(self.of(slots))
+    def _grow(self) -> int:
+        """Twice as many pages. Returns the first new one."""
+        first = len(self.block_of) >> PAGE_BITS
+        self.block_of = np.append(self.block_of, np.full(len(self.block_of), -1, np.int32))
+        self.row_of = np.append(self.row_of, np.zeros(len(self.row_of), np.int32))
+        self._free = list(range(2 * first - 1, first, -1))
+        return first
 
-    def _claim_pages(self, pages: Sequence[int]) -> None:
-        """Give these pages of slots, which ascend, pages of cells if they have none."""
-        if (more := pages[-1] + 3 - len(self._page_of)) > 0:
-            more = max(more, len(self._page_of))
-            self._page_of = np.append(self._page_of, np.zeros(more, np.int32))
-        if len(self._without_cells(pages)) > len(self._free):
-            self._make_room(len(pages))
-        for page in self._without_cells(pages):
-            self._page_of[page + 1] = self._free.pop()
-
-    def _without_cells(self, pages: Sequence[int]) -> list[int]:
-        return [page for page in pages if not self._page_of.item(page + 1)]
-
-    def _make_room(self, num_pages: int) -> None:
-        """Free the pages without any value. Grow if fewer than half would be free, or this would come too often."""
-        used: NDArray[np.bool_] = np.any(self.block_of.reshape(-1, PAGE) >= 0, axis=1)
-        used[0] = True
-        self._page_of[~used[self._page_of]] = 0
-        wanted = 2 * (int(np.count_nonzero(used)) + num_pages)
-        if (more := wanted - len(used)) > 0:
-            self.block_of = np.append(self.block_of, np.full(more * PAGE, -1, np.int32))
-            self.row_of = np.append(self.row_of, np.zeros(more * PAGE, np.int32))
-            used = np.append(used, np.zeros(more, np.bool_))
-        self._free = np.flatnonzero(~used)[::-1].tolist()
-
-    def mark_present(self, slots: NDArray[np.bool_]) -> None:
-        """Set those that have a value. There must be whole pages of them."""
-        pages = np.flatnonzero(self._page_of)
-        slots.reshape(-1, PAGE)[pages - 1] |= self.block_of.reshape(-1, PAGE)[self._page_of[pages]] >= 0
+    def release(self, pages: Pages) -> None:
+        """Some of these have no value any more: pages without any are recycled, the first one first."""
+        held = np.any(self.block_of.reshape(-1, PAGE)[[self.pages.get(name, 0) for name in pages.names]] >= 0, axis=1)
+        for name, stays in zip(pages.names[::-1], held[::-1].tolist(), strict=True):
+            if not stays and name in self.pages:
+                self._free.append(self.pages.pop(name))
 
 
 class FieldBlocks:
@@ -284,29 +275,22 @@ class FieldBlocks:
         found = [(self.blocks[number], at) for number, at in groups(self.cells.block_of[cells])]
         return sum(block.column.rows_nbytes(rows[at]) for block, at in found if not block.on_disk)
 
-    def add(self, slots: IntArray, column: WireColumn) -> IntArray:
-        """Row i becomes the value of ``slots[i]``; if a slot repeats, its last row counts.
-
-        Returns the slots that had no value, each once.
-        """
-        cells = self.cells.claim(slots)
-        held, once = self.cells.block_of[cells] >= 0, isinstance(cells, slice)  # a slice has no repeated cells
-        fresh = slots if once else distinct(slots)
+    def add(self, pages: Pages, column: WireColumn) -> None:
+        """Row i becomes the value of the i-th index; if an index repeats, its last row counts."""
+        cells = self.cells.claim(pages)
+        held = self.cells.block_of[cells] >= 0
         if 1 in held.tobytes():  # half the time of held.any() for a few
-            self.delete(self.cells.of(distinct(slots[held])))
-            fresh = distinct(slots[~held])
+            self.delete(self.cells.of(Pages(distinct(pages.indexes[held]))))
         block, first = self._insert(cells, column)
-        if not once:
+        if not isinstance(cells, slice):  # a slice has no repeated cells
             stale = np.flatnonzero(self.cells.row_of[cells] != np.arange(first, first + column.rows))
             if len(stale):
                 self._kill(block, first + stale)
-        return fresh
 
-    def whole(self, run: slice) -> tuple[WireColumn, slice] | None:
-        """Return the block that holds these slots in order, and their rows in it; None if there is none."""
-        cells = self.cells.run_of(run)
-        block = None if cells is None else self.blocks.get(self.cells.block_of.item(cells.start))
-        if cells is None or block is None or block.first is None:
+    def whole(self, cells: slice) -> tuple[WireColumn, slice] | None:
+        """Return the block that holds these cells in order, and their rows in it; None if there is none."""
+        block = self.blocks.get(self.cells.block_of.item(cells.start))
+        if block is None or block.first is None:
             return None
         rows = slice(cells.start - block.first, cells.stop - block.first)
         some_died = block.live < block.column.rows
