@@ -123,6 +123,8 @@ class StreamReader:
         self._unfetched: UnfetchedBatch | None = None
         self._just_acked: list[str] = []
         self._told: tuple[str, int] | None = None
+        self._ended_in: tuple[str | None, int] = None, -1
+        """Partition and epoch of the last end of batches that are not replayed. A CombinedLoader may begin them anew."""
         self._start: Callable[[], Iterator[Any]] | None = None
         """Of the current iterator. None: there is none."""
         self._items: Any = None
@@ -183,7 +185,8 @@ class StreamReader:
         return self._batches(start)
 
     def _batches(self, start: Callable[[], Iterator[Any]]) -> Iterator[TQBatch | UnfetchedBatch]:
-        if self._has_read_it():
+        partition, epoch = self._ended_in
+        if epoch == self._run.epoch and partition == self._run.partition_of(self):
             yield UnfetchedBatch(self._refuse_to_cycle)  # not trained if the loaders beside it end now, too
             return
         while self._start is start:
@@ -193,14 +196,6 @@ class StreamReader:
                 return
             yield batch
             del batch  # otherwise it would stay alive while waiting for the next one
-
-    def _has_read_it(self) -> bool:
-        """Whether this epoch has read the partition to be read now, as where a CombinedLoader begins anew."""
-        progress = self.progress
-        return (
-            self.stage == "train" and not self.replay and progress.taken > 0 and progress.epoch == self._run.epoch
-            and progress.partition == self._run.partition_of(self)
-        )  # fmt: skip
 
     def _refuse_to_cycle(self) -> TQBatch:
         raise InvalidRequestError(
@@ -276,6 +271,8 @@ class StreamReader:
         except StopIteration:
             self._run.watchdog.check()  # a stopped stream also ends
             self.close_iterator()
+            if self.progress.taken and not self.replay:
+                self._ended_in = self.progress.partition, self.progress.epoch
             self._ended()
             raise
         finally:
