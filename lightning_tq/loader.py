@@ -124,7 +124,7 @@ class StreamReader:
         self._just_acked: list[str] = []
         self._told: tuple[str, int] | None = None
         self._ended_in: tuple[str | None, int] = None, -1
-        """Partition and epoch of the last end of batches that are not replayed. A CombinedLoader may begin them anew."""
+        """Partition and epoch of the last end of batches that are not replayed. A CombinedLoader may begin anew."""
         self._start: Callable[[], Iterator[Any]] | None = None
         """Of the current iterator. None: there is none."""
         self._items: Any = None
