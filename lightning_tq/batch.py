@@ -118,9 +118,17 @@ def _no_part(written: str, field: str) -> str:
     return f"a batch is a pair, so {written} names none of its parts. Write: data, meta = batch; data[{field!r}]."
 
 
+_NOT_INDEXED = (torch.strided, torch.jagged) if torch.__version__ < "2.7" else (torch.strided,)
+"""Layouts of nested tensors that can't be indexed by a list of rows."""
+
+
 def _selected(values: TensorDict, rows: list[int]) -> TensorDict:
-    # Strided nested tensors can't be indexed by a list, nor can jagged ones before torch 2.7.
-    nested: dict[str, Any] = {name: column for name, column in values.items() if getattr(column, "is_nested", False)}
+    # Jagged ones that are indexed keep what they share: one may be multiplied with another.
+    nested: dict[str, Any] = {
+        name: column
+        for name, column in values.items()
+        if getattr(column, "is_nested", False) and getattr(column, "layout", None) in _NOT_INDEXED
+    }
     selected = values.exclude(*nested)[rows]
     for name, column in nested.items():
         tensors = column.unbind()

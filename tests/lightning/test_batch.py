@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection, is_dataclass_instance
 from producing import rows
+from tensordict import TensorDict
 
 from lightning_tq import TQBatch
 from lightning_tq.checks import list_names
@@ -143,3 +144,12 @@ def test_a_next_partition_that_was_read_since_the_checkpoint_is_refused() -> Non
 def test_a_message_names_the_first_of_many_partitions() -> None:
     assert list_names(["b", "a"]) == "'a', 'b'"
     assert list_names([f"train@{epoch}" for epoch in range(9)], most=2) == "'train@0', 'train@1' and 7 more"
+
+
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="this torch can't index jagged tensors")
+def test_rows_that_are_selected_from_jagged_fields_of_equal_shape_can_be_computed_with() -> None:
+    x = torch.nested.as_nested_tensor([torch.ones(2), torch.ones(1), torch.ones(3)], layout=torch.jagged)
+    data = TensorDict({"x": x, "mask": torch.full_like(x, 2.0)}, batch_size=[3])
+    meta = BatchMeta(global_indexes=[4, 5, 6], partition_ids=["p"] * 3)
+    chosen = TQBatch(data, meta).select([2, 0]).data
+    assert [row.tolist() for row in (chosen["x"] * chosen["mask"]).unbind()] == [[2.0] * 3, [2.0] * 2]
