@@ -127,10 +127,11 @@ def _queue_is_full(wait: StreamWait) -> Found:
         return None
     first, more = wait.puts[0], len(wait.puts) - 1
     what = first.what + (f", the first of {more + 1} puts," if more else "")
-    to_do = first.to_do if _is_for_a_follower(first) else (*_clearing(wait), *first.to_do[-2:])
     if wait.reader.stage != "train" and not wait.about.get("put_total"):  # nor is anything trained meanwhile
         without = ("set Trainer(num_sanity_val_steps=0)",) if wait.run.trainer.sanity_checking else ()
         to_do = (f"put {wait.partition!r} before what fills the queue", *without, first.to_do[-2])
+    else:
+        to_do = first.to_do if _is_for_a_follower(first) else (*_clearing(wait), *first.to_do[-2:])
     put = replace(first, what=what, age_s=None, to_do=to_do)
     if kept := _kept(wait):
         put = replace(put, held_up_by=(*first.held_up_by, f"among them {kept:,} trained batch{'es' * (kept != 1)}"))

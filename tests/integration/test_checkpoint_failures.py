@@ -93,7 +93,8 @@ def test_a_save_into_a_place_that_cannot_be_is_refused(filled, tmp_path):
     for place in (tmp_path / "file", tmp_path / "file" / "c"):
         with pytest.raises(tq.CheckpointError, match="could not be written"):
             filled.save_checkpoint(place)
-    for place, why in (("/", "is the root of a file system"), ("a\0b", "is no path: .*embedded null")):
+    no_path = "is no path: (embedded null byte|lstat: embedded null character in path)"  # the second since Python 3.13
+    for place, why in (("/", "is the root of a file system"), ("a\0b", no_path)):
         with pytest.raises(tq.CheckpointError, match=why):
             filled.save_checkpoint(place)
     assert contents(tmp_path) == {"file": b"mine"}

@@ -25,7 +25,7 @@ from transfer_queue.control.group_record import (
     Group,
     HeldLease,
 )
-from transfer_queue.control.groups import Groups
+from transfer_queue.control.groups import FEW, Groups
 from transfer_queue.control.leases import LEASES, STARVED_AFTER, Trainer
 from transfer_queue.control.ledger import Entry
 from transfer_queue.control.partition import Partition
@@ -36,8 +36,6 @@ from transfer_queue.control.state import PlaneState
 from transfer_queue.errors import GateStarvedError, InvalidRequestError, LeaseLostError
 from transfer_queue.sampler.group_sampler import GroupSampler
 
-FEW = 32
-"""Groups that leave in one piece of work."""
 _MOST_UNWRITTEN = 256
 
 
@@ -303,9 +301,9 @@ def _look_at_deadlines(state: PlaneState, name: str, serial: int) -> None:
     for group in [each for each in groups.live.values() if each.patience_ends <= state.calls.now]:
         group.patience_ends = math.inf
         _deadline(state, partition, group)
-        settle(state, partition)
         if not state.calls.turn.has_time():
             break
+    settle(state, partition)
     groups.alarm.set(min((group.patience_ends for group in groups.live.values()), default=math.inf))
 
 

@@ -40,7 +40,8 @@ TERMS, HEAD, PART = "group:terms", "group:head", "group:part"
 of its head; 1 + its part."""
 COLUMNS: Final = ((TERMS, "<i4"), (HEAD, "<i8"), (PART, "<i4"))
 _IS_HEAD = one_of(RowState.HEAD)
-_FEW = 32
+FEW = 32
+"""Groups that one piece of work handles."""
 
 
 class Samples(Protocol):
@@ -369,11 +370,13 @@ class Groups:
             self.partition.set_tags(tags, merge=True)
 
     def writing(self) -> Iterator[None]:
-        """Writes all of them bit by bit, or whoever reads tags next would wait for that."""
-        while self.unwritten:
-            self.write_tags(_FEW)
-            yield
-        self.is_writing = False
+        """Writes all of them bit by bit, or the next reader of tags would wait for that."""
+        try:
+            while self.unwritten:
+                self.write_tags(FEW)
+                yield
+        finally:
+            self.is_writing = False
 
     def removing(self, rows: Rows) -> None:
         """These rows are about to be deleted."""

@@ -15,7 +15,7 @@ from transfer_queue.control import group_work
 from transfer_queue.control.filtered import FilteredSet
 from transfer_queue.control.group_numbers import group_numbers
 from transfer_queue.control.group_record import REJECTED, Group, HeldLease
-from transfer_queue.control.groups import Groups
+from transfer_queue.control.groups import FEW, Groups
 from transfer_queue.control.leases import LEASES, RENEWALS, is_of, is_pattern
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet
@@ -326,9 +326,9 @@ def retry(state: PlaneState, call: Call, request: p.RetryGroups) -> Steps:
     while isinstance(among, FilteredSet) and not among.finish(state.calls.turn):
         yield None
     indexes = partition.table.column("index")[among.all_rows()]
-    for start in range(0, len(indexes), group_work.FEW):
+    for start in range(0, len(indexes), FEW):
         _check_there(state, partition)
-        rows, found = partition.table.find(indexes[start : start + group_work.FEW])
+        rows, found = partition.table.find(indexes[start : start + FEW])
         for row in rows[found].tolist():
             terms = groups.terms_of_left(row)
             if terms is not None and groups.are_left(terms):
