@@ -101,6 +101,8 @@ class StreamReader:
         self.reads_queue = stream.record is None
         """Whether batches come from the queue. If from a record, its task may live there, and stays as it is."""
         self.waited_s = 0.0
+        self.waited_full_s = 0.0
+        """How long of that producers waited for room: until the last look of a ``WaitHints``."""
         self.waiting_since: float | None = None
 
         # Set by the run or by a callback.
@@ -186,7 +188,8 @@ class StreamReader:
 
     def _batches(self, start: Callable[[], Iterator[Any]]) -> Iterator[TQBatch | UnfetchedBatch]:
         partition, epoch = self._ended_in
-        if epoch == self._run.epoch and partition == self._run.partition_of(self):
+        is_again = epoch == self._run.epoch and partition == self._run.partition_of(self)
+        if is_again and self.progress.resumes_in(epoch) is None:  # else it was set back on purpose
             yield UnfetchedBatch(self._refuse_to_cycle)  # not trained if the loaders beside it end now, too
             return
         while self._start is start:

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.cloud_io import _load
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
@@ -43,8 +44,6 @@ _HARMLESS_WARNINGS = (
     # Lightning's own use of torch, once per process.
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
 )
-_NOT_TELLING = {"name", "size", "type"}
-"""What a file system may say of a file that stays the same when it is written anew."""
 _HOOKS_BEFORE_THE_DEVICE = ("on_before_batch_transfer", "transfer_batch_to_device")
 _ALTERNATIVES = {
     BatchSizeFinder: "Set Stream(micro_batch_size=...), the rows that a step gets, whatever the queue draws at once.",
@@ -151,12 +150,21 @@ def _save_and_look(save: Callable[..., None], checkpoint: dict[str, Any], path: 
     before = _described(path)
     save(checkpoint, path, **options)
     now = _described(path)
-    if now is None or (now == before and not now.keys() <= _NOT_TELLING):
+    if now is None or (now == before and not _is_of_step(path, checkpoint)):
         kept = "it is the one from before" if before else "there is none"
         raise CheckpointError(
             f"the checkpoint {path} was not written: {kept}. Lightning's writer ignores that it lacks the permission. "
             f"Check who may write there, and resume from an earlier checkpoint if one is needed."
         )
+
+
+def _is_of_step(path: str | Path, checkpoint: dict[str, Any]) -> bool:
+    """Whether the file holds this step. Some file systems tell no time of a file, or whole seconds."""
+    try:
+        found = _load(path, map_location="cpu", weights_only=False)
+    except OSError:  # this process may write, but not read
+        return True
+    return all(found.get(name) == checkpoint.get(name) for name in ("epoch", "global_step"))
 
 
 def _described(path: str | Path) -> dict[str, Any] | None:

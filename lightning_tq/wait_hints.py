@@ -76,9 +76,8 @@ class WaitHints:
         # The first rank advises first. Without: to wait longer.
         own = replace(own, what=what, age_s=age_s, to_do=() if rank and not repeats else own.to_do[:-1])
         puts = [each for each in findings if each.kind == "put" and each.to_do]
-        starting = [
-            each for each in running or () if due <= _LOOKS_AT_A_START and not each.has_joined(stats["clients"])
-        ]
+        reader.waited_full_s += _LOOK_EVERY_S * bool(puts)
+        starting = [each for each in running or () if due <= _LOOKS_AT_A_START and each.is_starting(stats["clients"])]
         hints = _HINTS if self.trainer.is_global_zero else _HINTS_OF_THE_QUEUE
         wait = StreamWait(self, reader, partition, own, puts, stats["partitions"], running, starting)
         key, text = next(filter(None, (hint(wait) for hint in hints)), ("", str(own)))
@@ -155,7 +154,7 @@ def _clearing(wait: StreamWait) -> Iterator[str]:
             yield "save checkpoints more often (ModelCheckpoint(every_n_train_steps=...))"
             yield "acknowledge without a checkpoint (TQDataModule(ack='step'))"
         return  # the next step acknowledges the others
-    if not wait.run.clears_finished:
+    if wait.reader.stream.variables and not wait.run.clears_finished:  # else no partition is finished while it trains
         yield "add the callback PartitionSwitch(), which clears finished partitions"
     if not wait.reader.stream.clear_consumed:
         yield "set Stream(clear_consumed=True)"

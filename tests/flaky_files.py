@@ -16,7 +16,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 class FlakyFileSystem(MemoryFileSystem):  # type: ignore[misc]
     """``failures``: so many copies of files to it fail. ``open``: cleared, these copies wait.
 
-    ``forbidden``: files whose names end so can't be written from now on.
+    ``forbidden``: files whose names end so can't be written from now on. ``tells_times``: cleared, all files look as if
+    they were written in the same second.
     """
 
     protocol = "flaky"
@@ -24,6 +25,7 @@ class FlakyFileSystem(MemoryFileSystem):  # type: ignore[misc]
     pseudo_dirs = [""]  # noqa: RUF012
     failures = 0
     forbidden: str | None = None
+    tells_times = True
     copied = 0
     open_gate = threading.Event()
 
@@ -31,6 +33,13 @@ class FlakyFileSystem(MemoryFileSystem):  # type: ignore[misc]
     def _strip_protocol(cls, path: str) -> str:
         stripped: str = super()._strip_protocol(path.replace("flaky://", "memory://"))
         return stripped
+
+    def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        found: dict[str, Any] = super().info(path, **kwargs)
+        if not type(self).tells_times:
+            found.pop("created", None)
+            found["mtime"] = 0
+        return found
 
     def _open(self, path: str, mode: str = "rb", *args: Any, **kwargs: Any) -> Any:
         forbidden = type(self).forbidden
@@ -56,7 +65,7 @@ def flaky_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FlakyFileSyste
     FlakyFileSystem.store.clear()
     FlakyFileSystem.pseudo_dirs[:] = [""]
     FlakyFileSystem.failures = FlakyFileSystem.copied = 0
-    FlakyFileSystem.forbidden = None
+    FlakyFileSystem.forbidden, FlakyFileSystem.tells_times = None, True
     FlakyFileSystem.open_gate.set()
     yield FlakyFileSystem
     FlakyFileSystem.open_gate.set()

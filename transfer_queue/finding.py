@@ -59,14 +59,20 @@ class Finding:
         return f"{self.statement}.{' ' * bool(advice)}{advice[:1].upper()}{advice[1:]}{'.' * bool(advice)}"
 
     @classmethod
-    def of_training(cls, elapsed_s: float, waited_s: float) -> Finding:
-        """Which side limits a run whose training waited for so many of these seconds, and by how much."""
+    def of_training(cls, elapsed_s: float, waited_s: float, was_full: bool = False) -> Finding:
+        """Which side limits a run whose training waited for so many of these seconds, and by how much.
+
+        Args:
+            was_full: Meanwhile, producers waited for room in the queue. So none of the sides was slow.
+        """
         share = waited_s / elapsed_s
         what, waited = _side(share), f"samples in {share:.0%} of its time"
         if what == "training":
             waited = f"was the bottleneck: it waited for {waited}"
         elif what == _BOTH:
             waited = f"kept pace: training waited for {waited}"
+        elif was_full:
+            what, waited = "the full queue", f"was the bottleneck: producers waited for room, and training for {waited}"
         else:
             times = elapsed_s / max(elapsed_s - waited_s, 1e-9)
             slower = f"took {times:.1f} times as long as" if times < 100 else "took far longer than"

@@ -9,6 +9,7 @@ from typing import Literal
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_tq.callbacks.queue_checkpoint import finish_writing
+from lightning_tq.checks import counted
 from lightning_tq.loader import StreamReader
 from lightning_tq.queue_room import Room
 from lightning_tq.run import Run
@@ -35,12 +36,14 @@ class EarlyCheckpoint:
         """Then a full memory stops nobody."""
 
     def before_batch(self) -> None:
-        """Acknowledge what a checkpoint holds by now, and save one if too much waits for it."""
+        """Acknowledge what may be by now, and save a checkpoint if too much waits for it."""
         progress, trainer = self._reader.progress, self._run.trainer
-        if not progress.waits_for_checkpoints or not is_between_batches(trainer):
+        if not is_between_batches(trainer):
             return
         if progress.trained:  # every rank has started its iterator, and has trained a batch of it
-            self._reader.ack_due()
+            self._reader.ack_due()  # this batch may need the room
+        if not progress.waits_for_checkpoints:
+            return
         self._look_in -= 1
         path = early_checkpoint_path(trainer)
         if path is None or self._look_in > 0:
@@ -67,9 +70,10 @@ class EarlyCheckpoint:
         if not self._has_said:
             self._has_said = True
             rank_zero_info(
-                f"{self._reader.progress.kept} trained batches of stream {self._reader.label!r} wait for a checkpoint "
-                f"and would fill the queue before one is due, so one is saved early, here and whenever that is so: "
-                f"{path}. Save more often (ModelCheckpoint(every_n_train_steps=...)), give the queue more memory, or "
-                f"acknowledge without a checkpoint: TQDataModule(ack='step')."
+                f"{counted(self._reader.progress.kept, 'trained batch', 'trained batches')} of stream "
+                f"{self._reader.label!r} waiting for a checkpoint would fill the queue before one is due, so one is "
+                f"saved early, here and whenever that is so: {path}. Save more often "
+                f"(ModelCheckpoint(every_n_train_steps=...)), give the queue more room, or acknowledge without a "
+                f"checkpoint: TQDataModule(ack='step')."
             )
         self._run.trainer.save_checkpoint(path, weights_only=False)

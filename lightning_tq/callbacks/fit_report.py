@@ -123,7 +123,9 @@ class FitReport(Callback):
         if asks:
             partition = run.client.get_stats()["partitions"].get(name, {})
             self._look_at_producers(run, now, at_end=True)
-        limit, groups = Finding.of_training(*now.since(self.began)), partition.get("groups", {})
+        counted_from = now.since(self.began)
+        was_full = reader.waited_full_s > counted_from.waited_s / 2
+        limit, groups = Finding.of_training(*counted_from, was_full), partition.get("groups", {})
         limit = replace(limit, to_do=tuple(_advice(reader.stream, limit, partition)))
         rank_zero_info(
             f"Queue: {batches} in {passed.seconds:.1f} s without validation, the first one after "
@@ -142,7 +144,7 @@ def _num_starting(run: Run) -> int:
     if running:
         with suppress(TransferQueueError):
             clients = run.client.get_stats()["clients"]
-            return sum(not each.has_joined(clients) for each in running)
+            return sum(each.is_starting(clients) for each in running)
     return len(running)
 
 
@@ -172,6 +174,8 @@ def _advice(stream: Stream, limit: Finding, partition: dict[str, Any]) -> Iterat
     """What to turn. Generation may be slow, or may be held back."""
     if limit.what == "training":
         yield "make steps faster or use more data-parallel ranks (more or faster producers would not help)"
+    if limit.what == "the full queue":
+        yield "free room in it, as the warnings say that came meanwhile"
     if limit.what != "generation":
         return
     sampler, groups, (last, lacking) = stream.sampler, partition.get("groups", {}), _behind(stream, partition)

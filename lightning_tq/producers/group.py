@@ -179,7 +179,7 @@ class ProducerProcess:
         with self._starting:
             if self._ending.is_set():
                 return
-            self._started_at = time.monotonic()
+            self._started_at, self._has_joined = time.monotonic(), False
             self._lines.clear()
             self.popen = subprocess.Popen(
                 [sys.executable, "-m", "lightning_tq.producers.process"],
@@ -220,9 +220,10 @@ class ProducerProcess:
         """Whether it is over, and not started again."""
         return not self._thread.is_alive()
 
-    def has_joined(self, clients: Iterable[str]) -> bool:
-        """Whether one of these clients of the queue is its own."""
-        return any(name.rpartition("_")[0] == self.client_name for name in clients)
+    def is_starting(self, clients: Iterable[str]) -> bool:
+        """Whether it runs and has not joined the queue, whose clients these are, at this look or one before."""
+        self._has_joined |= any(name.rpartition("_")[0] == self.client_name for name in clients)
+        return not self._has_joined and self.popen.poll() is None
 
     def start_text(self) -> str:
         """Which process has not joined the queue yet, and since when it starts."""

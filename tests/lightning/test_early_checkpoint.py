@@ -70,6 +70,17 @@ def test_a_checkpoint_is_saved_early_where_the_queue_would_be_full_before_the_ne
     assert {path.name for path in (tmp_path / "kept").glob("last*")} == {"last-early.ckpt", "last-early.ckpt.tq"}
 
 
+def test_a_trained_batch_frees_its_room_before_training_waits_for_the_batch_after_the_next(
+    trainer: MakeTrainer,
+) -> None:
+    """Lightning fetches one batch ahead where the length is unknown."""
+    start_queue(total_storage_size=8)
+    model = Recorder()
+    with producer({"train": 5}) as indexes:
+        trainer().fit(model, datamodule=TQDataModule(train=stream("train", clear_consumed=True)))
+    assert model.indexes() == indexes
+
+
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.parametrize("partition", ["train", "train@{epoch}"])
 @pytest.mark.parametrize("options", [{}, {"num_batches": 10}, {"num_workers": 1}], ids=["ahead", "length", "worker"])

@@ -80,6 +80,15 @@ def test_an_ended_epoch_is_an_empty_pass_after_a_resume(fabric: Fabric) -> None:
         resumed.close()
 
 
+def test_a_loader_that_is_set_back_after_a_pass_reads_the_rest_of_that_pass_again(fabric: Fabric) -> None:
+    with FabricLoader(fabric, stream("train@{epoch}"), {"units": 1}, ack="never") as loader:
+        indexes = fill(loader.client, "train@0", 12)
+        states = [loader.state_dict() for _ in loader]
+        for state, rest in ((states[2], []), (states[0], [indexes[4:8], indexes[8:]])):
+            loader.load_state_dict(state)
+            assert passes(loader) == [rest]
+
+
 @pytest.mark.parametrize("options", [{}, {"replay": True}], ids=["once", "replay"])
 def test_a_resumed_pass_holds_the_rest_of_it(fabric: Fabric, options: dict[str, Any]) -> None:
     with FabricLoader(fabric, stream("train@{epoch}", **options), {"units": 1}, ack="never") as loader:

@@ -139,10 +139,19 @@ def test_a_copy_that_fails_in_the_background_ends_the_run(
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "in the background"])
+@pytest.mark.parametrize("tells_times", [True, False], ids=["times", "one second"])
 @pytest.mark.parametrize(("step", "kept"), [(1, "there is none"), (2, "it is the one from before")])
 def test_a_checkpoint_that_may_not_be_written_is_an_error_and_its_batches_stay(
-    data: Make, trainer: MakeTrainer, files: type[FlakyFileSystem], asynchronous: bool, step: int, kept: str
+    data: Make,
+    trainer: MakeTrainer,
+    files: type[FlakyFileSystem],
+    asynchronous: bool,
+    tells_times: bool,
+    step: int,
+    kept: str,
 ) -> None:
+    files.tells_times = tells_times
+
     class Forbid(Callback):
         def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
             if trainer.global_step == step - 1:
@@ -163,6 +172,17 @@ def test_a_checkpoint_that_may_not_be_written_is_an_error_and_its_batches_stay(
     with pytest.raises(CheckpointError, match=rf"last.ckpt was not written: {kept}. Lightning's writer ignores"):
         fitted.fit(Recorder(), datamodule=dm)
     assert left == [40 - 4 * (step - 1)]
+
+
+def test_a_checkpoint_that_was_written_in_the_same_second_as_the_one_before_is_there(
+    data: Make, trainer: MakeTrainer, files: type[FlakyFileSystem]
+) -> None:
+    files.tells_times = False
+    dm, model = data(train=stream("train", clear_consumed=True)), Recorder()
+    indexes = fill(dm.client, "train", 40)
+    saves = ModelCheckpoint(KEPT, save_top_k=0, save_last=True, every_n_train_steps=1)
+    trainer(callbacks=[saves], enable_checkpointing=True).fit(model, datamodule=dm)
+    assert model.indexes() == indexes
 
 
 def test_a_checkpoint_under_way_is_finished_when_training_fails(

@@ -232,13 +232,25 @@ def test_a_sealed_partition_that_lacks_a_field_is_not_told_to_seal(
 COMPARE = "compare the names in Stream(partition=...) and the producers."
 
 
-def test_a_queue_that_is_full_is_named_before_any_other_cause(trainer: MakeTrainer, hints: Hints) -> None:
+@pytest.mark.parametrize(
+    ("partition", "switch"),
+    [
+        ("train", "S"),
+        ("train@{epoch}", "Add the callback PartitionSwitch(), which clears finished partitions, s"),
+    ],
+    ids=["one partition", "a partition per epoch"],
+)
+def test_a_queue_that_is_full_is_named_before_any_other_cause(
+    trainer: MakeTrainer, hints: Hints, partition: str, switch: str
+) -> None:
+    read = partition.format(epoch=0)
+
     def put() -> None:
         client = tq.get_client()
-        client.put(rows(8).set("image", torch.zeros(8, 1024)), partition_id="train")  # 32 KiB
-        client.seal_partition("train")
+        client.put(rows(8).set("image", torch.zeros(8, 1024)), partition_id=read)  # 32 KiB
+        client.seal_partition(read)
 
-    with TQDataModule(train=stream("train"), queue={"units": 1, "memory": "64KiB"}) as dm:
+    with TQDataModule(train=stream(partition), queue={"units": 1, "memory": "64KiB"}) as dm:
         dm.client.put({"x": torch.zeros(8, 1536)}, partition_id="old")  # 48 KiB
         hints.then = lambda text: dm.client.clear_partition("old") if "is full" in text else None
         writer = threading.Thread(target=put)
@@ -249,13 +261,12 @@ def test_a_queue_that_is_full_is_named_before_any_other_cause(trainer: MakeTrain
     beginning, client, end = re.split(r"(TransferQueueClient_\S+)", hints.texts[-1])
     assert client in clients
     assert beginning == (
-        "stream 'train' waits for 4 samples of 'train': the partition is not in the queue, which holds 'old' (8 "
+        f"stream 'train' waits for 4 samples of {read!r}: the partition is not in the queue, which holds 'old' (8 "
         "samples), and the queue is full: a put of "
     )
     assert end == (
-        " waits for room for 32.23 KiB in a queue of 64 KiB: no task reads 8 samples. Add the callback "
-        "PartitionSwitch(), which clears finished partitions, set Stream(clear_consumed=True), raise memory, or raise "
-        "put_timeout_s."
+        " waits for room for 32.23 KiB in a queue of 64 KiB: no task reads 8 samples. "
+        f"{switch}et Stream(clear_consumed=True), raise memory, or raise put_timeout_s."
     )
 
 

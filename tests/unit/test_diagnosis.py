@@ -265,6 +265,13 @@ def test_what_limits_a_run_follows_from_the_share_of_waits(elapsed_s: float, wai
     assert Finding.of_training(elapsed_s, waited_s).statement == says
 
 
+def test_generation_is_not_called_slow_where_it_waited_for_room() -> None:
+    assert Finding.of_training(100.0, 60.0, was_full=True).statement == (
+        "the full queue was the bottleneck: producers waited for room, and training for samples in 60% of its time"
+    )
+    assert Finding.of_training(100.0, 1.0, was_full=True) == Finding.of_training(100.0, 1.0)
+
+
 GROUPS: dict[str, Any] = {
     "added": 40, "states": {"waiting": 12, "ready": 12, "running": 3}, "rejected": {"std(reward) > 0": 5},
     "oldest": {"worker": "rollout-7", "key": "q1", "age_s": 2470.0},

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 
@@ -284,8 +283,8 @@ def watch_deadline(state: PlaneState, partition: Partition, group: Group) -> Non
     """The patience with this group begins now, if it has an end."""
     if group.terms.deadline_s is None:
         return
-    group.patience_ends = state.calls.now + group.terms.deadline_s
     groups = groups_of(partition)
+    groups.be_patient(group, state.calls.now + group.terms.deadline_s)
     if groups.alarm is None:  # by names, or a partition that was cleared would stay in memory until then
         groups.alarm = Alarm(state.calls, partial(_look_at_deadlines, state, partition.name, partition.serial))
     groups.alarm.set(group.patience_ends)
@@ -298,13 +297,12 @@ def _look_at_deadlines(state: PlaneState, name: str, serial: int) -> None:
         return
     groups = groups_of(partition)
     assert groups.alarm is not None, "it has rung"
-    for group in [each for each in groups.live.values() if each.patience_ends <= state.calls.now]:
-        group.patience_ends = math.inf
+    while (group := groups.out_of_patience(state.calls.now)) is not None:
         _deadline(state, partition, group)
         if not state.calls.turn.has_time():
             break
     settle(state, partition)
-    groups.alarm.set(min((group.patience_ends for group in groups.live.values()), default=math.inf))
+    groups.alarm.set(groups.next_patience())
 
 
 def _deadline(state: PlaneState, partition: Partition, group: Group) -> None:

@@ -7,7 +7,9 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, Protocol
@@ -91,6 +93,8 @@ class Groups:
         """Tasks that draw no more here. A group whose tasks have all left is not worked on."""
         self.alarm: Alarm | None = None
         """At the next end of patience; made by the first group whose terms give it one."""
+        self._patience: list[tuple[float, int]] = []
+        """A heap of ends of patience and heads. What a group's own record does not say any more is passed over."""
         self.has_ended = False
         """Whether a worker has heard that there is no more to work on."""
         self.queues: WeakSet[Queue] = WeakSet()
@@ -206,6 +210,32 @@ class Groups:
         self.add(np.array([row], dtype=np.intp), terms)
 
     # ---- changes ----
+
+    def be_patient(self, group: Group, until: float) -> None:
+        """This group has time until then."""
+        if len(self._patience) > 2 * len(self.live) + FEW:  # most are of groups that were done in time
+            self._patience = [(each.patience_ends, each.index) for each in self.live.values() if not each.passed]
+            heapq.heapify(self._patience)
+        group.patience_ends = until
+        heapq.heappush(self._patience, (until, group.index))
+
+    def next_patience(self) -> float:
+        """When the patience with a group ends next; infinite if it never does."""
+        while self._patience:
+            until, index = self._patience[0]
+            group = self.live.get(index)
+            if group is not None and group.patience_ends == until and not group.passed:
+                return until
+            heapq.heappop(self._patience)
+        return math.inf
+
+    def out_of_patience(self, now: float) -> Group | None:
+        """A group whose time is over; each is returned once."""
+        if self.next_patience() > now:
+            return None
+        group = self.live[heapq.heappop(self._patience)[1]]
+        group.patience_ends = math.inf
+        return group
 
     def have_begun(self, rows: Rows) -> None:
         """These heads do not wait for their first lease any more."""
