@@ -18,7 +18,6 @@ from producing import FIELDS
 from recorders import Recorder
 
 from lightning_tq import Producer, ProducerError, ProducerGroup, Stream, TQDataModule
-from lightning_tq.producers.group import ProducerProcess
 from tests.lightning.conftest import stream
 from transfer_queue import GroupSampler
 
@@ -106,18 +105,3 @@ def test_a_process_that_is_to_be_started_again_counts_as_running_and_ends_with_i
     assert not child.exists() or "zombie" in child.read_text(), "what a dead process left is killed"
     group.end()
     assert group.running() is None
-
-
-def test_a_process_that_has_joined_once_or_is_between_two_starts_is_not_at_its_start() -> None:
-    waits = ProducerProcess(Producer(target=["tail", "-f", "/dev/null"], name="feed"), 0, "ipc:///nowhere", None)
-    fails = ProducerProcess(Producer(target=["false"], restarts=1), 0, "ipc:///nowhere", None)
-    try:
-        assert waits.is_starting(["feeder-0_1"])
-        assert not waits.is_starting(["feed-0_1"])
-        assert not waits.is_starting([])
-        fails.popen.wait()
-        assert not fails.is_starting([])
-    finally:
-        for each in (waits, fails):
-            each.terminate()
-            each.reap()

@@ -69,9 +69,10 @@ def worker(sizes: Callable[[int], int] = lambda number: 2, **asked: Any) -> Iter
     def work() -> None:
         try:
             for lease in client.leases(asked.pop("partition", "train"), timeout_s=30, **asked):
-                on_lease()
-                leased.append((lease.key, lease.version))
-                lease.close(members(lease.key, sizes(int(lease.key[1:]))))
+                with lease:  # a group that is left over meanwhile ends the block
+                    on_lease()
+                    leased.append((lease.key, lease.version))
+                    lease.close(members(lease.key, sizes(int(lease.key[1:]))))
         except BaseException as error:
             failed.append(error)
 
