@@ -124,7 +124,7 @@ class StreamReader:
         self._numbering = {**sizes, "groups": groups}  # what decides how batches are numbered
         self._unfetched: UnfetchedBatch | None = None
         self._just_acked: list[str] = []
-        self._told: tuple[str, int] | None = None
+        self._noted: tuple[str, int] | None = None
         self._ended_in: tuple[str | None, int] = None, -1
         """Partition and epoch of the last end of batches that are not replayed. A CombinedLoader may begin anew."""
         self._start: Callable[[], Iterator[Any]] | None = None
@@ -342,8 +342,8 @@ class StreamReader:
         has_slots = self.stream.draws_groups and self.reads_queue
         if not has_slots or position is None or not self._run.topology.is_reader:
             return
-        before, self._told = self._told, (position.partition_id, position.batch_index)
-        if self._told != before:
+        before, self._noted = self._noted, (position.partition_id, position.batch_index)
+        if self._noted != before:
             rank = self._run.topology.dp_rank
             self._run.client.note_trained(position.partition_id, self.stream.task, position.batch_index, rank)
 

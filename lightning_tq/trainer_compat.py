@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from types import FrameType
 from typing import Any
 
@@ -159,10 +160,10 @@ def _save_and_look(save: Callable[..., None], checkpoint: dict[str, Any], path: 
 
 
 def _is_of_step(path: str | Path, checkpoint: dict[str, Any]) -> bool:
-    """Whether the file holds this step. Some file systems tell no time of a file, or whole seconds."""
+    """Whether the file holds this step, or can't be read. Some file systems tell whole seconds, or no time at all."""
     try:
-        found = _load(path, map_location="cpu", weights_only=False)
-    except OSError:  # this process may write, but not read
+        found = _load(path, map_location="cpu", weights_only=True)  # it may be another user's file
+    except (OSError, UnpicklingError):
         return True
     return all(found.get(name) == checkpoint.get(name) for name in ("epoch", "global_step"))
 

@@ -123,9 +123,9 @@ class FitReport(Callback):
         if asks:
             partition = run.client.get_stats()["partitions"].get(name, {})
             self._look_at_producers(run, now, at_end=True)
-        counted_from = now.since(self.began)
-        was_full = reader.waited_full_s > counted_from.waited_s / 2
-        limit, groups = Finding.of_training(*counted_from, was_full), partition.get("groups", {})
+        since_began = now.since(self.began)
+        was_full = reader.waited_full_s > since_began.waited_s / 2
+        limit, groups = Finding.of_training(*since_began, was_full), partition.get("groups", {})
         limit = replace(limit, to_do=tuple(_advice(reader.stream, limit, partition)))
         rank_zero_info(
             f"Queue: {batches} in {passed.seconds:.1f} s without validation, the first one after "

@@ -317,7 +317,7 @@ def _deadline(state: PlaneState, partition: Partition, group: Group) -> None:
     elif group.is_under_work:
         text = f"{len(group.closed)} of {group.terms.parts} parts were closed {patience}"
         leave(state, partition, group, EXPIRED, text)
-    elif group.state == CLOSED and not group.passed and group.terms.tasks:  # else nobody has looked at it yet
+    elif group.state == CLOSED and group.terms.tasks:  # else nobody has looked at it yet
         leave(state, partition, group, EXPIRED, f"its rows did not get the tags of its gate {patience}")
 
 
