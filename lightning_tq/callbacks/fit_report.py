@@ -126,7 +126,8 @@ class FitReport(Callback):
         since_began = now.since(self.began)
         was_full = reader.waited_full_s > since_began.waited_s / 2
         limit, groups = Finding.of_training(*since_began, was_full), partition.get("groups", {})
-        limit = replace(limit, to_do=tuple(_advice(reader.stream, limit, partition)))
+        advice = _advice(reader.stream, limit, partition, run.producers.restarted())
+        limit = replace(limit, to_do=tuple(advice))
         rank_zero_info(
             f"Queue: {batches} in {passed.seconds:.1f} s without validation, the first one after "
             f"{self.first.seconds:.1f} s{self._start_text()}; {limit}{_of_groups(name, groups)}"
@@ -170,14 +171,16 @@ def _behind(stream: Stream, partition: dict[str, Any]) -> tuple[str, int]:
     return last, max(produced.values()) - produced[last]
 
 
-def _advice(stream: Stream, limit: Finding, partition: dict[str, Any]) -> Iterator[str]:
-    """What to turn. Generation may be slow, or may be held back."""
+def _advice(stream: Stream, limit: Finding, partition: dict[str, Any], restarted: int = 0) -> Iterator[str]:
+    """What to turn. Generation may be slow, or may be held back; producers were started again so many times."""
     if limit.what == "training":
         yield "make steps faster or use more data-parallel ranks (more or faster producers would not help)"
     if limit.what == "the full queue":
         yield "free room in it, as the warnings say that came meanwhile"
     if limit.what != "generation":
         return
+    if restarted:
+        yield f"mend what ended producers, which were started again {counted(restarted, 'time')} (the warnings say why)"
     sampler, groups, (last, lacking) = stream.sampler, partition.get("groups", {}), _behind(stream, partition)
     if lacking >= max(_MANY_LACK, stream.batch_size or 0):  # more of what comes before would only make them older
         yield f"add producers of field {last!r}, which {lacking:,} samples still lack, or make them faster"

@@ -154,7 +154,9 @@ class ProducerProcess:
         self._environment = _environment(producer, worker, address, key_file)
         # As a dict: the module that reads it runs as __main__, and would be imported twice for its own class.
         self._order = pickle.dumps(asdict(producer.start_order(worker)))
-        self._restarts, self._restarted = producer.restarts, 0
+        self._restarts = producer.restarts
+        self.restarted = 0
+        """How often it has been started again."""
         self._ending, self._starting = threading.Event(), threading.Lock()
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         started: Future[None] = Future()
@@ -170,10 +172,10 @@ class ProducerProcess:
             started.set_exception(error)
             return
         started.set_result(None)
-        while self.popen.wait() and self._restarted < self._restarts and not self._ending.is_set():
+        while self.popen.wait() and self.restarted < self._restarts and not self._ending.is_set():
             self._pause()
             self._start()
-            self._restarted += 1
+            self.restarted += 1
 
     def _start(self) -> None:
         with self._starting:
@@ -206,8 +208,8 @@ class ProducerProcess:
     def _pause(self) -> None:
         """Before it is started again. The queue counts no field as lost meanwhile."""
         self.signal(signal.SIGKILL)  # its children may still hold memory of a device
-        (how, last), pause_s = self.exit_text(), min(2**self._restarted, _LONGEST_PAUSE_S)
-        left = counted(self._restarts - self._restarted - 1, "restart")
+        (how, last), pause_s = self.exit_text(), min(2**self.restarted, _LONGEST_PAUSE_S)
+        left = counted(self._restarts - self.restarted - 1, "restart")
         output = f" Its last line on stderr: {last}" if last else ""
         logger.warning(f"{how}. It is started again in {pause_s} s, with {left} left after that.{output}")
         for _ in range(pause_s):
@@ -233,7 +235,7 @@ class ProducerProcess:
     def failure(self) -> ProducerError:
         """The error that it has ended with."""
         how, _ = self.exit_text()
-        again = f", after it had been started again {counted(self._restarted, 'time')}" if self._restarted else ""
+        again = f", after it had been started again {counted(self.restarted, 'time')}" if self.restarted else ""
         output = "".join(self._lines).rstrip() or "(nothing)"
         return ProducerError(f"{how}{again}. Its last output on stderr:\n{output}")
 
@@ -307,6 +309,10 @@ class ProducerGroup:
         with contextlib.suppress(TransferQueueError):  # the queue may have ended before it
             tq.get_client().note_exit(process.client_name, *process.exit_text())
         return process.failure()
+
+    def restarted(self) -> int:
+        """How often all its processes together have been started again."""
+        return sum(process.restarted for process in list(self._processes))
 
     def running(self) -> list[ProducerProcess] | None:
         """The processes that have not ended, or are started again; None if none was started."""
