@@ -48,7 +48,7 @@ REQUESTS = [
     p.ResolveKeys(22, "p", ["k"], True, True, SPEC, 3.0),
     p.Put(22, p.Reserve(22, "p", 8, SPEC, 1.5), TAGS, b"columns"),
     p.KeysOf(23, "p", INDEXES),
-    p.ListKeys(24, "p", "k"),
+    p.ListKeys(24, "p", 5),
     p.WatchKeys(1, "p", (1, 2, 3), "v == 1", 2.0),
     p.WaitKeys(1, "p", "v == 1", 2, 3.0),
     p.ForgetTask(25, "t"),
@@ -88,9 +88,9 @@ REPLIES = [
     p.Status(9, True, INDEXES, b"\1\0\1", 1, True),
     p.Cleared(10, INDEXES, {"t": 3}, ["u"], True, 4),
     p.Names(11, ["a", None]),
-    p.KeyList(12, {"p": {"k": {"a": 1}}}, "k"),
+    p.KeyList(12, {"p": {"k": {"a": 1}}}, 5),
     p.Units(13, 7, [p.UnitInfo(0, "unit0", "host", ["ipc:///unit0"], 2**40)]),
-    p.ChangedKeys(1, (1, 2, 3), {"k": {"v": 1}}, ["l"], True, "k"),
+    p.ChangedKeys(1, (1, 2, 3), {"k": {"v": 1}}, ["l"], True, 5),
     p.Frozen(14, b"state", 2),
     p.LeasedGroups(
         15, [p.GrantedLease(1, "p", 2, "k", 3, 4, [0], {0: INDEXES})], [p.Batch(15, "p", INDEXES, SPEC, b"")]

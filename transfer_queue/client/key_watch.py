@@ -178,8 +178,8 @@ class KeyWaits(ClientBase):
         return KeyWatch(self.session, partition_id, where, timeout_s)
 
 
-async def listed_after(session: Session, partition: str, last: str | None, where: str | None) -> dict[str, Tags]:
-    """The pages of a list that follow the one that ended with this key; None: it was the last page."""
+async def listed_after(session: Session, partition: str, last: int | None, where: str | None) -> dict[str, Tags]:
+    """The pages of a list that follow the one that ended with this index; None: it was the last page."""
     keys: dict[str, Tags] = {}
     while last is not None:
         page = await session.ask(p.ListKeys, p.KeyList, partition, last, where)

@@ -96,7 +96,7 @@ class Keys(Gets, Puts):
             names = (await self.session.ask(p.ListPartitions, p.Names)).names
         found: dict[str, dict[str, dict[str, Any]]] = {}
         for name in names:
-            page = await self.session.ask(p.ListKeys, p.KeyList, name, None, where)
+            page = await self.session.ask(p.ListKeys, p.KeyList, name, -1, where)
             found.update(page.keys)
             if page.last is not None:  # in pages, so that a long list holds up no other client
                 found.setdefault(name, {}).update(await listed_after(self.session, name, page.last, where))

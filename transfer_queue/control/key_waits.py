@@ -73,8 +73,8 @@ def _changes(state: PlaneState, request: p.WatchKeys, where: TagFilter | None) -
 
 def _listing(state: PlaneState, request: p.WatchKeys, partition: Partition, where: TagFilter | None) -> p.ChangedKeys:
     """The first page of all keys."""
-    items, more = partition.keys.page(None, PAGE)
-    keys, last = published_keys(partition, items, where), items[-1][0] if more else None
+    items, more = partition.keys.page(-1, PAGE)
+    keys, last = published_keys(partition, items, where), items[-1][1] if more else None
     return p.ChangedKeys(request.id, _position(partition, partition.listed.number), keys, [], True, last)
 
 
@@ -92,4 +92,4 @@ def _first_page(request: p.WaitKeys, partition: Partition, matching: ReadySet) -
     named = [(key, index) for index in indexes if (key := partition.keys.key_of(index)) is not None]
     more = matching.count > len(rows)
     keys = published_keys(partition, named, None)
-    return p.KeyList(request.id, {partition.name: keys}, named[-1][0] if more else None)
+    return p.KeyList(request.id, {partition.name: keys}, named[-1][1] if more else None)

@@ -87,18 +87,14 @@ class KeyMap:
             self._shards.pop()
             yield
 
-    def page(self, after: str | None, limit: int) -> tuple[list[tuple[str, int]], bool]:
-        """The first keys after this one with their indexes, and whether there are more.
-
-        If the key was deleted, the page starts at the beginning.
-        """
-        last = None if after is None else self.index_of(after)
+    def page(self, after: int, limit: int) -> tuple[list[tuple[str, int]], bool]:
+        """The first keys of samples after this index with their indexes, and whether there are more."""
         found: list[tuple[str, int]] = []
         for number, block in self._blocks.items():
-            if last is not None and number < last // _BLOCK:
+            if number < after // _BLOCK:
                 continue
             for index, key in block.items():
-                if last is not None and index <= last:
+                if index <= after:
                     continue
                 if len(found) == limit:
                     return found, True

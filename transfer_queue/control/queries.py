@@ -106,20 +106,12 @@ def list_keys(state: PlaneState, call: Call, request: p.ListKeys) -> p.Reply:
     With a filter, a page holds those that match of as many keys.
     """
     where = None if request.where is None else parse_filter(request.where)
-    names = list(state.partitions) if request.partition is None else [request.partition]
-    room, more, last = PAGE, False, request.after
-    keys: dict[str, dict[str, p.Tags]] = {}
-    for name in names:
-        partition = state.partitions.get(name)
-        if partition is None:
-            continue
-        if not room:
-            return p.KeyList(request.id, keys, last)
-        items, others = partition.keys.page(request.after, room)
-        keys[name] = published_keys(partition, items, where)
-        room, more = room - len(items), more or others
-        last = items[-1][0] if items else last
-    return p.KeyList(request.id, keys, last if more else None)
+    partition = state.partitions.get(request.partition)
+    if partition is None:
+        return p.KeyList(request.id, {})
+    items, more = partition.keys.page(request.after, PAGE)
+    keys = {partition.name: published_keys(partition, items, where)}
+    return p.KeyList(request.id, keys, items[-1][1] if more else None)
 
 
 def published_keys(partition: Partition, items: list[tuple[str, int]], where: TagFilter | None) -> dict[str, p.Tags]:

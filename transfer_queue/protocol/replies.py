@@ -177,13 +177,13 @@ class Names(Reply, frozen=True):
 
 
 class KeyList(Reply, frozen=True):
-    """Per partition, user keys and their tags in order of insertion.
+    """By partition, user keys and their tags in order of insertion.
 
-    ``last``: there are others behind these, after this key, which may be one that isn't published yet.
+    ``last``: there are others, of samples after this index, which may be one that isn't published yet.
     """
 
     keys: dict[str, dict[str, Tags]]
-    last: str | None = None
+    last: int | None = None
 
 
 class UnitInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -207,14 +207,14 @@ class ChangedKeys(Reply, frozen=True):
     """Keys that are new or have new tags, and keys that were removed or match no more; ``position``: up to here.
 
     The watcher may not have known a removed key. ``fresh``: these are all keys, as changes that far back are no longer
-    known; where there are more, ListKeys gives those after key ``last``. Equal positions: nothing has changed.
+    known; where there are more, ListKeys gives those after index ``last``. Equal positions: nothing has changed.
     """
 
     position: tuple[int, int, int] | None
     keys: dict[str, Tags] = {}
     removed: list[str] = []
     fresh: bool = False
-    last: str | None = None
+    last: int | None = None
 
 
 class Frozen(Reply, frozen=True):

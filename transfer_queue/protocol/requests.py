@@ -300,14 +300,14 @@ class KeysOf(Request, frozen=True):
 
 
 class ListKeys(Request, frozen=True):
-    """Keys and tags of one partition, or of all as far as they fit in one page.
+    """A page of the keys of a partition and their tags: those of samples that come ``after`` this index.
 
-    A page holds the keys that come ``after`` this one. Where that key was cleared meanwhile the list begins anew: keys
-    may come twice, and none is left out. ``where``: only keys whose tags match this filter.
+    A key that is cleared and put again between two pages may come twice, and none is left out. ``where``: only keys
+    whose tags match this filter.
     """
 
-    partition: str | None = None
-    after: str | None = None
+    partition: str
+    after: Position = -1
     where: str | None = None
 
 

@@ -66,7 +66,7 @@ def test_a_freeze_and_requests_that_change_nothing_copy_nothing(monkeypatch):
     monkeypatch.delattr(RowTable, "frozen")
     expected, frozen = parts_of(busy.plane), ask(busy.plane, SAVER, p.Freeze)
     for verb, args in (
-        (p.Describe, ("p",)), (p.GetStats, ()), (p.ListKeys, ()), (p.ConsumptionStatus, ("p", "train")),
+        (p.Describe, ("p",)), (p.GetStats, ()), (p.ListKeys, ("p",)), (p.ConsumptionStatus, ("p", "train")),
         (p.ClearSamples, ("p", p.pack_indexes([777]))),
     ):  # fmt: skip
         ask(busy.plane, ACTOR, verb, *args)

@@ -297,7 +297,7 @@ def test_list_keys_gives_those_that_match_page_by_page(plane, page_of):
     page_of(4)
     for i in range(6):
         put_keys(plane, f"k{i}", v=i)
-    first = ask(plane, ACTOR, p.ListKeys, "p", None, "v >= 2")
-    assert (list(first.keys["p"]), first.last) == (["k2", "k3"], "k3")
+    first = ask(plane, ACTOR, p.ListKeys, "p", -1, "v >= 2")
+    assert (list(first.keys["p"]), first.last) == (["k2", "k3"], 3)
     second = ask(plane, ACTOR, p.ListKeys, "p", first.last, "v >= 2")
     assert (list(second.keys["p"]), second.last) == (["k4", "k5"], None)

@@ -118,7 +118,7 @@ def test_fields_shapes_tags_and_keys_are_as_they_were(plane, make_plane):
     restored = make_plane()
     load(restored, save(plane))
     for verb, args in (
-        (p.Describe, ("p", None, p.pack_indexes(samples))), (p.Describe, ("p",)), (p.ListKeys, ()),
+        (p.Describe, ("p", None, p.pack_indexes(samples))), (p.Describe, ("p",)), (p.ListKeys, ("p",)),
         (p.FieldStatus, ("p", ["x", "later"])), (p.KeysOf, ("p", p.pack_indexes(samples))),
         (p.ListPartitions, ()),
     ):  # fmt: skip
