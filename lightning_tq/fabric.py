@@ -174,6 +174,9 @@ class FabricLoader:
     def may_return(self, reader: StreamReader) -> bool:
         return False
 
+    def left_partitions(self) -> list[str]:
+        return []  # a state says nothing of them
+
     def begin_next_epoch(self) -> None:
         raise AssertionError("a pass is one epoch, even if empty")
 

@@ -61,6 +61,9 @@ class RunContext(Protocol):
     def may_return(self, reader: StreamReader) -> bool:
         """Whether the stream may come back to a partition that it has moved on from."""
 
+    def left_partitions(self) -> list[str]:
+        """Those that streams have moved on from, also before the checkpoint of a resume."""
+
     def begin_next_epoch(self) -> None:
         """The current epoch, in which training resumed, has no more batches. ``epoch`` is the next one from now on."""
 
@@ -241,6 +244,7 @@ class StreamReader:
             self.progress.check_next(first, existing, self.stream.pattern(self.stage))
         start = self.progress.begin(first, replays, existing, of_an_epoch)
         self.dataset.load_state_dict(start.as_dict())
+        self._ack_resumed()
         if not self.reads_queue:
             self.progress.left_partitions.clear()  # those of this name in the queue are not finished
         elif self.stream.draws_groups and self._run.topology.is_reader:
@@ -359,6 +363,16 @@ class StreamReader:
         # Another rank may ack a partition's last batches after this, so each partition is cleared twice.
         self._clear(dict.fromkeys([*self._just_acked, *due]))
         self._just_acked = list(due)
+
+    def _ack_resumed(self) -> None:
+        """A run that resumes needs no batch that its checkpoint holds. In a full queue, producers wait for the room."""
+        left = [] if self._run.may_return(self) else self._run.left_partitions()
+        held = self.progress.held_by_checkpoint(left) if self.reads_queue and self._run.topology.is_reader else {}
+        for partition, before in held.items():
+            acked = self._run.client.ack_before(partition, self.stream.task, before, self._run.topology.dp_rank)
+            self.progress.note_acked(partition, acked)
+        self._clear(dict.fromkeys(held))
+        self._just_acked = list(dict.fromkeys([*self._just_acked, *held]))
 
     def finish(self, owner: Trainer | Fabric) -> None:
         """Training is over: acknowledge what is due on all ranks. This is a collective."""

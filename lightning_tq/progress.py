@@ -25,6 +25,7 @@ NewestBatches = dict[str, "BatchMeta"]
 
 _NEEDED = {"partition_id", "batch_index", "micro_batch"}
 _SIZES = ("batch_size", "micro_batch_size", "dp_size", "groups")
+_ALL_BATCHES = 2**53
 _REMEDY = "Resume from the last checkpoint, or start a new queue from what TQCheckpoint saved next to this one"
 
 
@@ -229,6 +230,7 @@ class Progress:
         assert first.epoch is not None, "an iterator knows its epoch"
         if self.partition not in (None, first.partition_id):
             self.left_partitions.append(str(self.partition))
+        is_first = self.partition is None
         self.taken = 0 if self.resumes_in(first.epoch) is None else self._taken_before
         self.partition, self.epoch, self.resumed = first.partition_id, first.epoch, self._restored
         self.trained = self.unstepped = self.batches_done = 0
@@ -242,6 +244,8 @@ class Progress:
             position.check_partition_exists(existing)
         position.check_not_acked(first.batch_index)
         self.batches_done = position.batch_index - first.batch_index
+        if is_first:
+            self.kept = self.batches_done
         return position
 
     def restore(self, position: Position, taken: int = 0) -> None:
@@ -329,6 +333,17 @@ class Progress:
         for before in [before for before in self._stepped if before < self.written]:
             due |= self._stepped.pop(before)
         return {} if self._rule.ack == "never" else due
+
+    def held_by_checkpoint(self, left: Iterable[str]) -> dict[str, int]:
+        """By partition, the batch below which all are in the checkpoint of a resume: they may be acknowledged.
+
+        Args:
+            left: Partitions that the stream moved on from before that, and never returns to.
+        """
+        position, rule = self.position, self._rule
+        if not self.resumed or position is None or rule is None or rule.ack == "never":
+            return {}
+        return {**dict.fromkeys(left, _ALL_BATCHES), position.partition_id: position.batch_index}
 
     def note_acked(self, partition: str, count: int) -> None:
         """So many batches were acknowledged."""

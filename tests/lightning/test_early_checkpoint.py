@@ -109,6 +109,56 @@ def test_a_run_resumes_from_an_early_checkpoint_as_if_it_had_not_stopped(
     assert (resumed.global_step, resumed.current_epoch) == (epochs * steps_of_epoch, epochs)
 
 
+def fails_after_save(trainer: Trainer, number: int) -> Trainer:
+    """Training fails when this checkpoint is written, and nothing that it holds is acknowledged."""
+    save, saves = trainer.save_checkpoint, iter(range(1, number + 1))
+
+    def save_and_fail(*args: Any, **options: Any) -> None:
+        save(*args, **options)
+        if next(saves) == number:
+            raise ValueError("failed on request")
+
+    trainer.save_checkpoint = save_and_fail  # type: ignore[method-assign]
+    return trainer
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_a_resumed_run_frees_the_room_of_what_its_checkpoint_holds_before_it_trains(
+    trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    start_queue(total_storage_size=48)
+    once = {"enable_checkpointing": True}
+    made = stream("train", clear_consumed=True)
+    first, second = Recorder(), Recorder()
+    with producer({"train": 30}) as indexes:
+        saves = ModelCheckpoint(tmp_path / "kept", train_time_interval=_A_DAY)
+        with pytest.raises(ValueError, match="failed on request"):
+            fails_after_save(trainer(callbacks=[saves], **once), 1).fit(first, datamodule=TQDataModule(train=made))
+        held = tq.get_client().get_stats()["partitions"]["train"]["samples"]
+        assert held == 48, "the queue is full, and half of it waits for an ack"
+        saves = ModelCheckpoint(tmp_path / "kept", train_time_interval=_A_DAY)
+        trainer(callbacks=[saves], **once).fit(second, datamodule=TQDataModule(train=made), ckpt_path="last")
+    assert [*first.indexes(), *second.indexes()] == indexes
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_a_resumed_run_frees_the_room_of_partitions_that_it_had_left(trainer: MakeTrainer, tmp_path: Path) -> None:
+    start_queue()
+    made = stream("train@{epoch}", clear_consumed=True)
+    once = {"enable_checkpointing": True, "max_epochs": 2}
+    first, second = Recorder(), Recorder()
+    with producer({"train@0": 4, "train@1": 4}) as indexes:
+        saves = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=5)
+        with pytest.raises(ValueError, match="failed on request"):
+            fails_after_save(trainer(callbacks=[saves], **once), 1).fit(first, datamodule=TQDataModule(train=made))
+        path = next((tmp_path / "kept").glob("*.ckpt"))
+        trainer(callbacks=[ModelCheckpoint(tmp_path / "kept", every_n_train_steps=5)], **once).fit(
+            second, datamodule=TQDataModule(train=made), ckpt_path=path
+        )
+    assert [*first.indexes(), *second.indexes()] == indexes
+    assert tq.get_client().get_stats()["partitions"]["train@0"]["samples"] == 0
+
+
 @pytest.mark.parametrize(("steps", "ahead"), [(8, {"num_batches": 16}), (7, {})], ids=["length", "ahead"])
 def test_a_distance_between_checkpoints_that_is_larger_than_the_queue_is_refused(
     trainer: MakeTrainer, tmp_path: Path, steps: int, ahead: dict[str, Any]

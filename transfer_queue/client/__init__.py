@@ -53,6 +53,7 @@ class TransferQueueClient(AsyncTransferQueueClient):
     take = blocking(AsyncTransferQueueClient.async_take)
     get_data = blocking(AsyncTransferQueueClient.async_get_data)
     ack = blocking(AsyncTransferQueueClient.async_ack)
+    ack_before = blocking(AsyncTransferQueueClient.async_ack_before)
     create_partition = blocking(AsyncTransferQueueClient.async_create_partition)
     seal_partition = blocking(AsyncTransferQueueClient.async_seal_partition)
     register_task = blocking(AsyncTransferQueueClient.async_register_task)

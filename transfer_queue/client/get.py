@@ -336,6 +336,18 @@ class Gets(ClientBase):
         partition, tokens = metadata.partition_ids[0], [metadata.token]
         return int((await self.session.ask(p.Ack, p.Done, partition, task_name, tokens, earlier)).value)
 
+    async def async_ack_before(self, partition_id: str, task_name: str, before: int, dp_rank: int = 0) -> int:
+        """Acknowledge all batches of a rank below ``before``. Returns how many this acknowledged.
+
+        A trainer that resumes does so: its checkpoint holds those batches, and it has no metadata of them.
+
+        Examples:
+            >>> client.ack_before("train", "sft", before=1)
+            0
+        """
+        acked = await self.session.ask(p.Ack, p.Done, partition_id, task_name, [], False, before, dp_rank)
+        return int(acked.value)
+
 
 def fetch_request(
     fields: Sequence[str],

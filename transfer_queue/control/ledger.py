@@ -204,14 +204,18 @@ class Ledger:
             number = token.rpartition("#")[2]
             entry = self._by_number.get(int(number)) if number.isdecimal() and len(number) < _MAX_DIGITS else None
             if entry is not None and entry.token == token:
-                rank, last = entry.key
-                entries = [entry]
-                if earlier:
-                    entries = [each for each in self._ranks[rank].open.values() if each.key[1] <= last]
-                for each in entries:
-                    self.close(each)
-                acked += entries
+                rank, index = entry.key
+                self.close(entry)
+                acked += [entry, *(self.ack_before(rank, index) if earlier else ())]
         return acked
+
+    def ack_before(self, dp_rank: int | None, batch_index: int) -> list[Entry]:
+        """Acknowledge all batches of this rank before this one. Returns them."""
+        own = self._ranks.get(dp_rank)
+        entries = [] if own is None else [each for index, each in own.open.items() if index < batch_index]
+        for each in entries:
+            self.close(each)
+        return entries
 
     def is_open(self, number: int) -> bool:
         """Whether the batch of this number is not settled."""

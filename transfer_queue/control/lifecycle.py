@@ -183,12 +183,14 @@ def ack(state: PlaneState, call: Call, request: p.Ack) -> p.Reply:
     partition = state.partitions.get(request.partition)
     if partition is None or request.task not in partition.consumers:
         return p.Done(request.id, 0)
-    num_acked = acknowledge(state, partition, request.task, request.tokens, request.earlier)
-    if num_acked:
+    ledger = partition.consumers[request.task].ledger
+    acked = [*ledger.ack(request.tokens, request.earlier), *ledger.ack_before(request.dp_rank, request.before)]
+    group_work.acked(state, partition, request.task, acked)
+    if acked:
         state.changed(partition)  # a reader may wait for fields of this batch
         if state.tasks.is_follower(request.task):
             _clear_again(state, partition)
-    return p.Done(request.id, num_acked)
+    return p.Done(request.id, len(acked))
 
 
 def _clear_again(state: PlaneState, partition: Partition) -> None:
@@ -197,13 +199,6 @@ def _clear_again(state: PlaneState, partition: Partition) -> None:
     while more:
         gone, more = _clear_done(state, partition, _being_read(state, partition))
         state.delete(gone)
-
-
-def acknowledge(state: PlaneState, partition: Partition, task: str, tokens: list[str], earlier: bool = False) -> int:
-    """Acknowledge batches of a task. Returns how many."""
-    entries = partition.consumer(task).ledger.ack(tokens, earlier)
-    group_work.acked(state, partition, task, entries)
-    return len(entries)
 
 
 def reset_consumption(state: PlaneState, call: Call, request: p.ResetConsumption) -> p.Reply:
@@ -226,8 +221,9 @@ def forget_task(state: PlaneState, call: Call, request: p.ForgetTask) -> p.Reply
     if state.tasks.is_follower(request.task):  # groups may only have waited for it
         for partition in state.partitions.values():
             if request.task in partition.consumers:
-                entries = partition.consumers[request.task].ledger.open_entries()
-                acknowledge(state, partition, request.task, [entry.token for entry in entries])
+                ledger = partition.consumers[request.task].ledger
+                acked = ledger.ack([entry.token for entry in ledger.open_entries()])
+                group_work.acked(state, partition, request.task, acked)
     known = [partition for partition in state.partitions.values() if partition.forget_task(request.task)]
     for partition in known:
         group_work.reset(state, partition, request.task)

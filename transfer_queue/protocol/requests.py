@@ -182,12 +182,17 @@ class Cancel(Request, frozen=True):
 
 
 class Ack(Request, frozen=True):
-    """No reader asks for these batches again; ``earlier``: nor for those before them of their rank."""
+    """No reader asks for these batches again; ``earlier``: nor for those before them of their rank.
+
+    ``before``: nor for the batches of ``dp_rank`` before this one.
+    """
 
     partition: str
     task: str
     tokens: Keys
     earlier: bool = False
+    before: Position = 0
+    dp_rank: Position | None = None
 
 
 class Describe(Request, frozen=True):
