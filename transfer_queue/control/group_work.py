@@ -373,9 +373,10 @@ def judge(state: PlaneState, partition: Partition, group: Group) -> None:
     groups_of(partition).offer([group])
 
 
-def _check_starved(task: str, sampler: GroupSampler, trainer: Trainer) -> None:
-    """Raises GateStarvedError if the task's gate rejects everything."""
-    if trainer.rejected >= STARVED_AFTER * sampler.groups:
+def check_starved(state: PlaneState, task: str) -> None:
+    """Before a fetch waits. Raises GateStarvedError if the task's gate rejects everything."""
+    sampler, trainer = state.leases.sampler(task), state.leases.trainers[task]
+    if sampler is not None and trainer.rejected >= STARVED_AFTER * sampler.groups:
         seen = ", ".join(f"{text} ({count}x)" for text, count in trainer.seen.most_common())
         raise GateStarvedError(
             f"the gate {sampler.gate!r} of task {task!r} has rejected {trainer.rejected} groups in a row: {seen}. "
@@ -388,9 +389,8 @@ def _check_starved(task: str, sampler: GroupSampler, trainer: Trainer) -> None:
 
 def before_draw(state: PlaneState, partition: Partition, task: str, ready: Callable[[], ReadySet]) -> None:
     """What is too old leaves, and from then on the groups that the task may draw follow what is ready for it."""
-    groups, sampler, trainer = groups_of(partition), state.leases.sampler(task), state.leases.trainers[task]
+    groups, sampler = groups_of(partition), state.leases.sampler(task)
     assert sampler is not None
-    _check_starved(task, sampler, trainer)
     if ready().follower is None:  # of a new reader, whose gate may be the first one for groups that name no task
         look_again(state, partition)
     queue = ready_groups(ready(), groups, sampler, task)  # only what is ready may be too old for it

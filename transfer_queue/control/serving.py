@@ -459,7 +459,10 @@ class ServedFetch:
         if self._groups is not None:
             if self._fetch.finite and not self._groups.may_grow and self.partition.is_exhausted(self.consumer, 0):
                 return self._over(draw.batch_index)
-            return self._tail(draw, 0) if self._has_last_groups(draw) else None
+            if self._has_last_groups(draw):
+                return self._tail(draw, 0)
+            group_work.check_starved(self._state, self._fetch.task)
+            return None
         ready, unmatched = draw.ready.count, self._num_unmatched(draw.ready)
         if self._fetch.finite and self.partition.is_exhausted(self.consumer, unmatched):
             return self._over(draw.batch_index)

@@ -132,6 +132,19 @@ def test_a_filter_that_rejects_everything_says_so_with_what_it_saw():
     assert len(queue.draw("actor", batch=0)) == 1
 
 
+def test_a_filter_that_rejects_everything_withholds_neither_a_step_that_is_ready_nor_the_end():
+    queue = a_queue(GroupSampler(groups=1, ahead=1, gate="std(reward) > 0"), count=12, parts=2)
+    (good,) = queue.lease()
+    queue.put(good, 1, [{"reward": 1.0}, {"reward": 0.0}])
+    for _ in range(10):
+        queue.work(1, reward=0.0)
+    assert queue.draw("actor", batch=0) == [good.head]
+    refused(queue.fetch("actor", batch=1), "GateStarvedError", "std(reward) was 0 (10x)")
+    queue.work(1, reward=0.0)
+    queue.ask(TRAINER, p.SealPartition, PART)
+    assert isinstance(queue.fetch("actor", batch=1), p.Ended)
+
+
 # ---- NeMo-RL: a window of ages, look-ahead, or in order of weights ----
 
 
