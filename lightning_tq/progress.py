@@ -228,9 +228,10 @@ class Progress:
             InvalidRequestError: the stream can't continue where the checkpoint was.
         """
         assert first.epoch is not None, "an iterator knows its epoch"
-        if self.partition not in (None, first.partition_id):
-            self.left_partitions.append(str(self.partition))
         is_first = self.partition is None
+        before = self.position.partition_id if is_first and self.position is not None else self.partition
+        if before not in (None, first.partition_id):
+            self.left_partitions.append(str(before))
         self.taken = 0 if self.resumes_in(first.epoch) is None else self._taken_before
         self.partition, self.epoch, self.resumed = first.partition_id, first.epoch, self._restored
         self.trained = self.unstepped = self.batches_done = 0

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from producing import fill
 from recorders import Recorder
 
+import transfer_queue as tq
 from lightning_tq import PartitionSwitch, PublishWeights, Stream, TQDataModule
 from tests.lightning.conftest import stream
 from transfer_queue.errors import InvalidRequestError
@@ -136,6 +137,24 @@ def test_overridden_names_are_read_to_the_last_epoch_also_after_a_resume(
         resumed = trainer(max_epochs=3, callbacks=[Named(clear_finished=False)])
         resumed.fit(model, datamodule=dm, ckpt_path=tmp_path / f"{step}.ckpt")
         assert model.indexes() == whole[4 * step :]
+
+
+def test_after_a_resume_the_partition_that_the_checkpoint_had_read_to_its_end_is_cleared(
+    trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    class Save(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
+
+    tq.init()
+    for epoch in range(3):
+        fill(tq.get_client(), f"train@{epoch}", 8)
+    first, second = (TQDataModule(train=stream("train@{epoch}")) for _ in range(2))
+    callbacks = [PartitionSwitch(), Save()]
+    with pytest.raises(ValueError, match="failed on request"):
+        trainer(max_epochs=3, callbacks=callbacks).fit(Recorder(fail_at=2), datamodule=first)
+    trainer(max_epochs=3, callbacks=callbacks).fit(Recorder(), datamodule=second, ckpt_path=tmp_path / "2.ckpt")
+    assert tq.get_client().get_partition_list() == ["train@2"]
 
 
 @pytest.mark.parametrize("validates", [False, True])
