@@ -29,6 +29,7 @@ from lightning_tq.stream import (
     StageStream,
     Stream,
     as_stream,
+    check_batches_fit,
     check_records,
     check_streams,
     check_tail,
@@ -38,6 +39,7 @@ from lightning_tq.stream import (
 from lightning_tq.topology import Rank, Topology, run_on_every_rank, run_on_rank_zero, trainer_topology
 from lightning_tq.trainer_compat import (
     callbacks_of,
+    check_checkpoint_exists,
     check_checkpoints,
     check_shares,
     check_slots,
@@ -263,8 +265,11 @@ class TQDataModule(LightningDataModule):
         if entry == "fit":
             check_tail(self._streams["train"][0], topology.dp_size)
         replays = check_records(streams, topology.dp_size, bool(self._producers))
-        self.open()
         checkpoint = resume_path(trainer)
+        if checkpoint is not None:
+            check_checkpoint_exists(checkpoint)
+        self.open()
+        check_batches_fit(streams, topology.dp_size, self.client.get_stats()["capacity"])
         trains_queue = entry == "fit" and self._streams["train"][0].record is None
         if trains_queue and self._ack in ("auto", "checkpoint"):
             check_checkpoints(trainer, self._streams["train"][0], topology.dp_size, self.client.get_stats()["capacity"])

@@ -107,6 +107,8 @@ class StreamReader:
         self.waited_full_s = 0.0
         """How long of that producers waited for room: until the last look of a ``WaitHints``."""
         self.waiting_since: float | None = None
+        self._saved_s = 0.0
+        """Of the current wait, what ``before_batch`` took: an early checkpoint is no wait for samples."""
 
         # Set by the run or by a callback.
         self.device_copies: SideStream | None = None
@@ -270,6 +272,7 @@ class StreamReader:
             self.close_iterator()  # Lightning asks for a batch even if the checkpoint was saved at the end of training
             raise StopIteration
         started = self.waiting_since = time.perf_counter()
+        self._saved_s = 0.0
         try:
             return self._delivered()
         except ProducersGoneError:
@@ -284,7 +287,7 @@ class StreamReader:
             raise
         finally:
             self.waiting_since = None
-            self.waited_s += time.perf_counter() - started
+            self.waited_s += time.perf_counter() - started - self._saved_s
 
     def _delivered(self) -> TQBatch:
         data, meta, *heads = self._next_item()
@@ -301,7 +304,9 @@ class StreamReader:
             if self.progress.taken == self.stream.num_batches:
                 raise StopIteration
             if self.before_batch is not None:
+                began = time.perf_counter()
                 self.before_batch()
+                self._saved_s = time.perf_counter() - began
             return next(items)
         except StopIteration:
             if self.progress.taken or not self._has_next_epoch():

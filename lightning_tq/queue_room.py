@@ -19,10 +19,15 @@ class Room:
     """How many fit beside those of partitions that the task doesn't read. Infinite: the queue has no bound."""
     batch: float
     """Samples that all ranks take at once."""
+    given: float = 0.0
+    """Samples that were given to the task and are not cleared."""
 
     @classmethod
-    def of(cls, stats: Mapping[str, Any], units: Sequence[Mapping[str, Any]], task: str, dp_size: int) -> Room:
-        """``stats``, ``units``: ``client.get_stats()`` and ``client.get_storage_stats()``.
+    def of(
+        cls, stats: Mapping[str, Any], units: Sequence[Mapping[str, Any]], task: str, dp_size: int, rows: int | None
+    ) -> Room:
+        """``stats``, ``units``: ``client.get_stats()`` and ``client.get_storage_stats()``. ``rows``: of a rank's batch,
+        where none is in flight.
 
         Sizes are means over all samples that the queue holds now. So they are estimates: keep a distance.
         """
@@ -35,7 +40,8 @@ class Room:
         by_bytes = sum(limits) * live / nbytes if limits and len(limits) == len(units) and nbytes else math.inf
         by_count = math.inf if stats["capacity"] is None else stats["capacity"]
         batches, taken = sum(each["in_flight"] for each in own), sum(each["in_flight_samples"] for each in own)
-        return cls(min(by_bytes, by_count) - others, dp_size * taken / batches if batches else 1.0)
+        of_rank = taken / batches if batches else rows or 1.0
+        return cls(min(by_bytes, by_count) - others, dp_size * of_rank, sum(each["consumed"] for each in own))
 
     def batches_left(self, kept: int) -> int:
         """How many more batches may be trained before those that wait must be acknowledged; 0: none.
@@ -46,6 +52,12 @@ class Room:
             return _MOST_BETWEEN_LOOKS
         most = min(self.samples / 2, self.samples - 3 * self.batch) / self.batch
         return max(0, math.floor(most) - kept)
+
+    @property
+    def batches_until_full(self) -> int:
+        """How many more batches fit, at three batches' distance, if no sample is cleared meanwhile."""
+        left = (self.samples - self.given) / self.batch - 3
+        return _MOST_BETWEEN_LOOKS if left > _MOST_BETWEEN_LOOKS else math.floor(left)
 
     def batches_until_look(self, kept: int) -> int:
         """When to look again: sizes may grow, so half-way, and after a hundred batches at the latest."""

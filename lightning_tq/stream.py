@@ -330,6 +330,21 @@ def check_tail(train: Stream, dp_size: int) -> None:
         )
 
 
+def check_batches_fit(streams: Sequence[StageStream], dp_size: int, samples: int | None) -> None:
+    """Raise InvalidRequestError for training batches of more samples than the queue holds (None: any number).
+
+    With a tail that is padded or uneven, a small sealed partition may still be one batch.
+    """
+    for own in [each for each in streams if each.stage == "train" and each.stream.tail in (None, "drop")]:
+        rows = (own.stream.batch_size or 0) * dp_size
+        if own.stream.record is None and samples is not None and rows > samples:
+            raise InvalidRequestError(
+                f"stream {own.label!r} takes {rows:,} samples at once ({own.stream.batch_size} for each of {dp_size} "
+                f"data-parallel ranks), but the queue holds {samples:,} samples (total_storage_size). Lower "
+                f"batch_size, or raise total_storage_size."
+            )
+
+
 def check_records(streams: Sequence[StageStream], dp_size: int, has_producers: bool) -> bool:
     """Whether all these streams replay records, so that no producers and no saved queue are needed.
 

@@ -30,7 +30,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_tq.progress import Progress
 from lightning_tq.stream import StageStream, Stream
-from transfer_queue import CheckpointError, GroupSampler
+from transfer_queue import CheckpointError, CheckpointNotFoundError, GroupSampler
 from transfer_queue.errors import ConfigError, InvalidRequestError
 
 _HARMLESS_WARNINGS = (
@@ -68,6 +68,12 @@ def resume_path(trainer: Trainer) -> str | Path | None:
             return path
         frame = frame.f_back
     return trainer.ckpt_path
+
+
+def check_checkpoint_exists(path: str | Path) -> None:
+    """Raise CheckpointNotFoundError before the queue is restored; Lightning would say so after it."""
+    if _described(path) is None:
+        raise CheckpointNotFoundError(f"there is no checkpoint {os.fspath(path)!r} (ckpt_path). Nothing was restored.")
 
 
 def only_note_sigterm(trainer: Trainer) -> None:

@@ -59,11 +59,12 @@ class Finding:
         return f"{self.statement}.{' ' * bool(advice)}{advice[:1].upper()}{advice[1:]}{'.' * bool(advice)}"
 
     @classmethod
-    def of_training(cls, elapsed_s: float, waited_s: float, was_full: bool = False) -> Finding:
+    def of_training(cls, elapsed_s: float, waited_s: float, was_full: bool = False, ready: int = 0) -> Finding:
         """Which side limits a run whose training waited for so many of these seconds, and by how much.
 
         Args:
             was_full: Meanwhile, producers waited for room in the queue. So none of the sides was slow.
+            ready: So many samples were ready at the end, more than the next steps need. So it was not generation.
         """
         share = waited_s / elapsed_s
         what, waited = _side(share), f"samples in {share:.0%} of its time"
@@ -73,6 +74,9 @@ class Finding:
             waited = f"kept pace: training waited for {waited}"
         elif was_full:
             what, waited = "the full queue", f"was the bottleneck: producers waited for room, and training for {waited}"
+        elif ready:
+            what = "reading"
+            waited = f"was the bottleneck: {ready:,} samples were ready at the end, and training waited for {waited}"
         else:
             times = elapsed_s / max(elapsed_s - waited_s, 1e-9)
             slower = f"took {times:.1f} times as long as" if times < 100 else "took far longer than"

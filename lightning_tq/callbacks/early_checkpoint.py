@@ -9,7 +9,7 @@ from typing import Literal
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_tq.callbacks.queue_checkpoint import finish_writing
-from lightning_tq.checks import counted
+from lightning_tq.checks import counted, list_names
 from lightning_tq.loader import StreamReader
 from lightning_tq.queue_room import Room
 from lightning_tq.run import Run
@@ -22,14 +22,18 @@ Action = Literal["", "written", "save"]
 class EarlyCheckpoint:
     """Looks before a training stream waits for a batch. All ranks look at the same batches, and do the same.
 
-    An ack frees room, and needs a checkpoint: without it, a run that resumes could not train these samples again. So
-    where the next checkpoint is further away than the queue is large, producers and the trainer would wait for each
-    other for ever.
+    An ack frees room, as does a finished partition that is cleared. Both need a checkpoint: without it, a run that
+    resumes could not train these samples again. So where the next checkpoint is further away than the queue is large,
+    producers and the trainer would wait for each other for ever.
     """
 
     def __init__(self, run: Run, reader: StreamReader) -> None:
         self._run, self._reader = run, reader
-        self._look_in = 2  # batches
+        self._clears = bool(reader.stream.clearing_tasks)
+        """Whether an ack frees room. Otherwise, a partition does that a PartitionSwitch clears."""
+        self._look_in = 2 if self._clears else 1  # batches
+        self._saved_for: set[str] = set()
+        """Partitions that the stream had left when a checkpoint was saved here."""
         self._has_said = False
         storage = run.connection.conf.get("backend", {}).get("SimpleStorage", {})
         self._spills = bool(storage.get("ssd_offload", {}).get("enabled"))
@@ -40,9 +44,9 @@ class EarlyCheckpoint:
         progress, trainer = self._reader.progress, self._run.trainer
         if not is_between_batches(trainer):
             return
-        if progress.trained:  # every rank has started its iterator, and has trained a batch of it
+        if self._clears and progress.trained:  # every rank has started its iterator, and has trained a batch of it
             self._reader.ack_due()  # this batch may need the room
-        if not progress.waits_for_checkpoints:
+        if not (progress.waits_for_checkpoints if self._clears else self._left()):
             return
         self._look_in -= 1
         path = early_checkpoint_path(trainer)
@@ -55,12 +59,22 @@ class EarlyCheckpoint:
             run_on_rank_zero(trainer, partial(finish_writing, trainer))
             progress.note_written()
             self._reader.ack_due()
+            if self._reader.after_move is not None:
+                self._reader.after_move()
+
+    def _left(self) -> set[str]:
+        """Partitions that streams have moved on from, and that are cleared once there is another checkpoint."""
+        waits = self._run.switch.clear_finished and self._run.ack_rule.keeps_checkpoints
+        return set(self._run.left_partitions()) - self._saved_for if waits else set()
 
     def _look(self) -> tuple[Action, int]:
         """What to do, and how many batches later to look again. On the first rank."""
         progress, run = self._reader.progress, self._run
         units = [] if self._spills else run.client.get_storage_stats()
-        room = Room.of(run.client.get_stats(), units, self._reader.stream.task, run.topology.dp_size)
+        stats, stream = run.client.get_stats(), self._reader.stream
+        room = Room.of(stats, units, stream.task, run.topology.dp_size, stream.batch_size)
+        if not self._clears:
+            return ("", room.batches_until_full // 2) if room.batches_until_full > 1 else ("save", 1)
         if room.batches_left(progress.kept):
             return "", room.batches_until_look(progress.kept)
         action: Action = "written" if progress.unwritten else "save" if progress.unsaved else ""
@@ -69,11 +83,16 @@ class EarlyCheckpoint:
     def _save(self, path: str) -> None:
         if not self._has_said:
             self._has_said = True
+            kept, others = counted(self._reader.progress.kept, "trained batch", "trained batches"), ""
+            what = f"{kept} of stream {self._reader.label!r}"
+            if self._clears:
+                others = ", or acknowledge without a checkpoint: TQDataModule(ack='step')"
+            else:
+                what = f"finished partitions ({list_names(self._run.left_partitions())})"
             rank_zero_info(
-                f"{counted(self._reader.progress.kept, 'trained batch', 'trained batches')} of stream "
-                f"{self._reader.label!r} waiting for a checkpoint would fill the queue before one is due, so one is "
-                f"saved early, here and whenever that is so: {path}. Save more often "
-                f"(ModelCheckpoint(every_n_train_steps=...)), give the queue more room, or acknowledge without a "
-                f"checkpoint: TQDataModule(ack='step')."
+                f"{what} waiting for a checkpoint would fill the queue before one is due, so one is saved early, here "
+                f"and whenever that is so: {path}. Save more often (ModelCheckpoint(every_n_train_steps=...)), give "
+                f"the queue more room{others}."
             )
+        self._saved_for.update(self._run.left_partitions())
         self._run.trainer.save_checkpoint(path, weights_only=False)

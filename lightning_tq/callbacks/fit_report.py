@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -23,6 +24,14 @@ from transfer_queue.errors import TransferQueueError
 _LOOK_EVERY_S = 1.0
 _LONG_S = 1.0
 """A wait from which on it may have been for a producer to start."""
+_SEVERAL_STEPS = 3
+"""Generation was not slow where samples for so many are ready at the end of a run."""
+_ADVICE = {
+    "training": ("make steps faster or use more data-parallel ranks (more or faster producers would not help)",),
+    "the full queue": ("free room in it, as the warnings say that came meanwhile",),
+    "reading": ("read ahead (Stream(prefetch=True), or num_workers=1)", "train larger batches in a step"),
+}
+"""What to do where generation was not the bottleneck."""
 _MANY_LACK = 8
 """Samples that wait for a last field at the end of a run, from which on those that put it are slow."""
 
@@ -56,8 +65,8 @@ class FitReport(Callback):
         self._starting: int | None = None
         """How many of the run's producers had still to join the queue at the last look; None: nobody has looked."""
         self._looked_s = 0.0
-        self._last = self._waited_until = self.first
-        """When the last batch had come, and the last one that took a while."""
+        self._last = self._waited_until = self._newest = self.first
+        """When a batch had come: the one of the last look, the last one that took a while, and the newest one."""
         self._since = time.perf_counter()
         self._paused_at: float | None = None
         self._batches = 0
@@ -74,7 +83,7 @@ class FitReport(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         run = Run.find(trainer)
         if run is not None:
-            now = self.read(run.train_reader().waited_s)
+            now = self._newest = self.read(run.train_reader().waited_s)
             if not self._batches:
                 self.first = self.began = self._last = self._waited_until = now
             self._look_at_producers(run, now)
@@ -123,14 +132,20 @@ class FitReport(Callback):
         if asks:
             partition = run.client.get_stats()["partitions"].get(name, {})
             self._look_at_producers(run, now, at_end=True)
+        alone_s = now.since(self._newest).waited_s
+        if alone_s >= _LONG_S and run.producers.running() == []:
+            now, ended = self._newest, f"; then {alone_s:.0f} s passed in which all producers of this run had ended"
+        else:
+            ended = ""
         since_began = now.since(self.began)
         was_full = reader.waited_full_s > since_began.waited_s / 2
-        limit, groups = Finding.of_training(*since_began, was_full), partition.get("groups", {})
+        ready = _more_than_enough(reader.stream, partition, run.topology.dp_size)
+        limit, groups = Finding.of_training(*since_began, was_full, ready), partition.get("groups", {})
         advice = _advice(reader.stream, limit, partition, run.producers.restarted())
         limit = replace(limit, to_do=tuple(advice))
         rank_zero_info(
             f"Queue: {batches} in {passed.seconds:.1f} s without validation, the first one after "
-            f"{self.first.seconds:.1f} s{self._start_text()}; {limit}{_of_groups(name, groups)}"
+            f"{self.first.seconds:.1f} s{self._start_text()}; {limit}{_of_groups(name, groups)}{ended}"
         )
 
     def _start_text(self) -> str:
@@ -147,6 +162,13 @@ def _num_starting(run: Run) -> int:
             clients = run.client.get_stats()["clients"]
             return sum(each.is_starting(clients) for each in running)
     return len(running)
+
+
+def _more_than_enough(stream: Stream, partition: dict[str, Any], dp_size: int) -> int:
+    """Samples that are ready for the stream, if they are enough for several steps; else 0."""
+    ready = partition.get("tasks", {}).get(stream.task, {}).get("ready", {})
+    most, rows = max(ready.values(), default=0), (stream.batch_size or math.inf) * dp_size
+    return most if most >= _SEVERAL_STEPS * rows else 0
 
 
 def _of_groups(partition: str, groups: dict[str, Any]) -> str:
@@ -173,11 +195,8 @@ def _behind(stream: Stream, partition: dict[str, Any]) -> tuple[str, int]:
 
 def _advice(stream: Stream, limit: Finding, partition: dict[str, Any], restarted: int = 0) -> Iterator[str]:
     """What to turn. Generation may be slow, or may be held back; producers were started again so many times."""
-    if limit.what == "training":
-        yield "make steps faster or use more data-parallel ranks (more or faster producers would not help)"
-    if limit.what == "the full queue":
-        yield "free room in it, as the warnings say that came meanwhile"
     if limit.what != "generation":
+        yield from _ADVICE.get(limit.what, ())
         return
     if restarted:
         yield f"mend what ended producers, which were started again {counted(restarted, 'time')} (the warnings say why)"

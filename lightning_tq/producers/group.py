@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import transfer_queue as tq
 from lightning_tq.checks import check_choice, check_int, counted
-from lightning_tq.producers.process import StartOrder, refuse_to_train
+from lightning_tq.producers.process import NOT_FOUND, StartOrder, refuse_to_train
 from lightning_tq.producers.target_checks import check_call, loaded_function
 from transfer_queue.errors import InvalidRequestError, TransferQueueError
 
@@ -172,10 +172,14 @@ class ProducerProcess:
             started.set_exception(error)
             return
         started.set_result(None)
-        while self.popen.wait() and self.restarted < self._restarts and not self._ending.is_set():
+        while self._may_restart(self.popen.wait()):
             self._pause()
             self._start()
             self.restarted += 1
+
+    def _may_restart(self, code: int) -> bool:
+        """Not a process that returned, nor one whose function can't be found: the next one could not find it either."""
+        return code not in (0, NOT_FOUND) and self.restarted < self._restarts and not self._ending.is_set()
 
     def _start(self) -> None:
         with self._starting:

@@ -21,6 +21,8 @@ from typing import Any
 IMPORTING_MAIN = "TQ_IMPORTING_MAIN"
 """Environment variable that is set while a producer process runs the trainer's main program to find its function."""
 
+NOT_FOUND = 127
+"""The exit code of a process whose function can't be found, as that of a shell which finds no command."""
 _PORT = "MASTER_PORT"
 _PR_SET_PDEATHSIG = 1
 
@@ -48,7 +50,11 @@ def main(order: StartOrder) -> None:
     if isinstance(order.target, list):
         os.execvp(order.target[0], order.target)
     spawn.prepare({name: order.main[name] for name in ("sys_path", "sys_argv")})
-    function = _find_function(order, order.target)
+    try:
+        function = _find_function(order, order.target)
+    except (ImportError, AttributeError, TypeError):
+        traceback.print_exc()
+        sys.exit(NOT_FOUND)
     gc.freeze()  # or this process, when it ends, looks through all that was imported for garbage: a second of work
     function(**pickle.loads(order.args), **_worker_numbers(function, order))
     import transfer_queue

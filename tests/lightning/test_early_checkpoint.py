@@ -18,7 +18,6 @@ from recorders import Recorder
 
 import transfer_queue as tq
 from lightning_tq import PartitionSwitch, TQCheckpoint, TQDataModule
-from lightning_tq.queue_room import Room
 from tests.lightning.conftest import stream
 
 pytestmark = pytest.mark.programs
@@ -174,6 +173,27 @@ def test_a_distance_between_checkpoints_that_is_larger_than_the_queue_is_refused
         trainer(callbacks=[saves], enable_checkpointing=True).fit(Recorder(), datamodule=dm)
 
 
+@pytest.mark.parametrize("size", [40, 44, 56])
+def test_a_checkpoint_is_saved_early_where_a_finished_partition_would_fill_the_queue(
+    trainer: MakeTrainer, tmp_path: Path, size: int
+) -> None:
+    start_queue(total_storage_size=size)
+    model = Recorder()
+    saves = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=17)
+    with producer({f"train@{epoch}": 10 for epoch in range(3)}) as indexes:
+        once = {"callbacks": [saves, PartitionSwitch()], "enable_checkpointing": True, "max_epochs": 3}
+        trainer(**once).fit(model, datamodule=TQDataModule(train=stream("train@{epoch}")))
+    assert model.indexes() == indexes
+    assert (tmp_path / "kept" / "last-early.ckpt").exists()
+
+
+def test_a_batch_that_is_larger_than_the_queue_is_refused(trainer: MakeTrainer) -> None:
+    start_queue(total_storage_size=3)
+    text = r"stream 'train' takes 4 samples at once .* but the queue holds 3 samples \(total_storage_size\)"
+    with pytest.raises(ValueError, match=text):
+        trainer().fit(Recorder(), datamodule=TQDataModule(train=stream("train")))
+
+
 def test_a_distance_that_just_fits_is_trained(trainer: MakeTrainer, tmp_path: Path) -> None:
     start_queue(total_storage_size=32)
     model = Recorder()
@@ -193,14 +213,3 @@ def test_checkpoints_of_weights_alone_keep_no_batch(trainer: MakeTrainer, tmp_pa
         trainer(callbacks=[saves], enable_checkpointing=True).fit(model, datamodule=dm)
     assert model.indexes() == indexes
     assert not list((tmp_path / "kept").glob("last*"))
-
-
-@pytest.mark.parametrize(
-    ("samples", "batch", "kept", "left", "look"),
-    [(100, 10, 0, 5, 2), (100, 10, 4, 1, 1), (100, 10, 5, 0, 1), (40, 10, 0, 1, 1), (40, 10, 1, 0, 1)],
-)
-def test_half_of_the_room_and_three_batches_are_left_for_what_comes(
-    samples: float, batch: float, kept: int, left: int, look: int
-) -> None:
-    room = Room(samples, batch)
-    assert (room.batches_left(kept), room.batches_until_look(kept)) == (left, look)

@@ -69,6 +69,16 @@ def test_the_advice_names_what_limits_the_workers(options: dict[str, Any], advic
     assert list(fit_report._advice(drawing, Finding.of_training(100.0, 60.0), partition)) == advice
 
 
+@pytest.mark.parametrize(("ready", "counts"), [(23, 0), (24, 24)])
+def test_samples_for_several_steps_that_are_ready_at_the_end_speak_against_slow_generation(
+    ready: int, counts: int
+) -> None:
+    drawing = Stream(partition="train", task="learn", fields=["x"], batch_size=4)
+    partition = {"tasks": {"learn": {"ready": {"x": ready, "x,y": 1}}, "other": {"ready": {"x": 1000}}}}
+    assert fit_report._more_than_enough(drawing, partition, dp_size=2) == counts
+    assert fit_report._more_than_enough(drawing, {}, dp_size=2) == 0
+
+
 def test_the_advice_names_the_field_that_samples_wait_for() -> None:
     drawing = Stream(partition="train", task="learn", fields=["x", "reward"], batch_size=4)
     partition = {"produced": {"x": 100, "reward": 64, "other": 1}}

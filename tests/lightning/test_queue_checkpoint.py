@@ -18,7 +18,7 @@ import transfer_queue as tq
 from lightning_tq import PartitionSwitch, TQCheckpoint, TQDataModule
 from tests.lightning.conftest import stream
 from tests.own_processes import own_processes
-from transfer_queue import CheckpointError, QueueUnreachableError
+from transfer_queue import CheckpointError, CheckpointNotFoundError, QueueUnreachableError
 
 Make = Callable[..., TQDataModule]
 MakeTrainer = Callable[..., Trainer]
@@ -239,6 +239,14 @@ def test_an_empty_queue_without_a_saved_one_is_logged(
         trainer(max_steps=3).fit(model, datamodule=new, ckpt_path=folder / "step=2.ckpt")
     assert "the queue is empty and none was saved next to it" in caplog.text
     assert len(model.indexes()) == 4
+
+
+def test_a_checkpoint_that_is_not_there_is_named_before_anything_is_said_of_the_queue(
+    data: Make, trainer: MakeTrainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(CheckpointNotFoundError, match=r"there is no checkpoint '.*/lats' \(ckpt_path\)"):
+        trainer().fit(Recorder(), datamodule=data(train=stream("train")), ckpt_path=tmp_path / "lats")
+    assert "is lost" not in caplog.text
 
 
 def fill_later(dm: TQDataModule, partition: str = "train") -> None:

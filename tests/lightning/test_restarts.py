@@ -77,6 +77,17 @@ def test_the_failure_after_the_last_restart_ends_the_run(
     ]
 
 
+def test_a_function_that_can_not_be_found_is_not_looked_for_again(
+    trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "misspelt_workers.py").write_text("def produce():\n    pass\n")
+    dm = TQDataModule(train=stream(), producers=[Producer(target="misspelt_workers:prodcue", restarts=3)])
+    with pytest.raises(ProducerError, match=r"(?s)ended with exit code 127\. Its last .*no attribute 'prodcue'"):
+        trainer().fit(Recorder(), datamodule=dm)
+    assert not [record for record in caplog.records if "started again" in record.message]
+
+
 def test_ctrl_c_while_a_group_ends_kills_what_is_left_of_it(data: Callable[..., TQDataModule], tmp_path: Path) -> None:
     command = ["sh", "-c", f"trap '' TERM; echo $$ > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid; exec sleep 1000"]
     group, pid = ProducerGroup([Producer(target=command)]), tmp_path / "pid"

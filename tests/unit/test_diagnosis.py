@@ -272,6 +272,13 @@ def test_generation_is_not_called_slow_where_it_waited_for_room() -> None:
     assert Finding.of_training(100.0, 1.0, was_full=True) == Finding.of_training(100.0, 1.0)
 
 
+def test_generation_is_not_called_slow_where_more_samples_are_ready_than_the_next_steps_need() -> None:
+    assert Finding.of_training(100.0, 60.0, ready=6528).statement == (
+        "reading was the bottleneck: 6,528 samples were ready at the end, and training waited for samples in 60% of "
+        "its time"
+    )
+
+
 GROUPS: dict[str, Any] = {
     "added": 40, "states": {"waiting": 12, "ready": 12, "running": 3}, "rejected": {"std(reward) > 0": 5},
     "oldest": {"worker": "rollout-7", "key": "q1", "age_s": 2470.0},

@@ -25,7 +25,7 @@ from transfer_queue.control.group_record import (
     HeldLease,
 )
 from transfer_queue.control.groups import FEW, Groups
-from transfer_queue.control.leases import LEASES, STARVED_AFTER, Trainer
+from transfer_queue.control.leases import LEASES, STARVED_AFTER
 from transfer_queue.control.ledger import Entry
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet
@@ -33,7 +33,6 @@ from transfer_queue.control.ready_groups import ReadyGroups, ready_groups
 from transfer_queue.control.rows import Rows
 from transfer_queue.control.state import PlaneState
 from transfer_queue.errors import GateStarvedError, InvalidRequestError, LeaseLostError
-from transfer_queue.sampler.group_sampler import GroupSampler
 
 _MOST_UNWRITTEN = 256
 
