@@ -170,7 +170,9 @@ def check_keys(found: Environment) -> Line:
 
 def check_queue(address: str, stats: Mapping[str, Any], findings: Sequence[Finding], wait_s: float) -> Iterator[Line]:
     """What waits, and what went wrong in it. Young waits are no problem."""
-    partitions = stats["partitions"].values()
+    from transfer_queue import is_internal
+
+    partitions = [each for name, each in stats["partitions"].items() if not is_internal(name)]
     samples = counted(sum(each["samples"] for each in partitions), "sample")
     yield fine(f"queue {address}: {samples} in {counted(len(partitions), 'partition')}")
     for finding in findings:

@@ -64,7 +64,7 @@ def test_readings_are_those_of_this_process(tmp_path: Path) -> None:
 
 
 def test_only_old_waits_are_problems() -> None:
-    stats = {"partitions": {"train": {"samples": 3}}}
+    stats = {"partitions": {"train": {"samples": 3}, "_weights": {"samples": 1}}}
     young, old = (
         tq.Finding(kind="fetch", what="task 'ppo'", waits_for="4 samples of 'train'", age_s=age) for age in (2.0, 90.0)
     )

@@ -429,6 +429,16 @@ def test_an_ack_settles_the_earlier_batches_of_its_rank_when_told_to(plane):
     refused(replies[0], "InvalidRequestError", "settled")
 
 
+def test_all_batches_of_a_rank_before_a_given_one_are_acknowledged_without_their_tokens(plane):
+    put(plane, 8)
+    keys = [(0, 0), (0, 1), (0, 2), (1, 0)]
+    for key in keys:
+        fetch(plane, 1, *key)
+    assert [ask(plane, ACTOR, p.Ack, "p", "train", [], False, 2, 0).value for _ in range(2)] == [2, 0]
+    assert [isinstance(fetch(plane, 1, *key), p.Batch) for key in keys] == [False, False, True, True]
+    assert ask(plane, ACTOR, p.Ack, "nowhere", "train", [], False, 2, 0).value == 0
+
+
 def test_statistics_say_from_where_on_no_rank_has_settled_a_batch(plane):
     def settled():
         return ask(plane, ACTOR, p.GetStats).value["partitions"]["p"]["tasks"]["train"]["settled"]
