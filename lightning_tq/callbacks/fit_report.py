@@ -132,11 +132,10 @@ class FitReport(Callback):
         if asks:
             partition = run.client.get_stats()["partitions"].get(name, {})
             self._look_at_producers(run, now, at_end=True)
-        alone_s = now.since(self._newest).waited_s
+        alone_s, ended = now.since(self._newest).waited_s, ""
         if alone_s >= _LONG_S and run.producers.running() == []:
-            now, ended = self._newest, f"; then {alone_s:.0f} s passed in which all producers of this run had ended"
-        else:
-            ended = ""
+            now = max(self._newest, self.began)
+            ended = f" Then it waited {alone_s:.0f} s, when all its producers had ended."
         since_began = now.since(self.began)
         was_full = reader.waited_full_s > since_began.waited_s / 2
         ready = _more_than_enough(reader.stream, partition, run.topology.dp_size)

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -72,6 +74,34 @@ def test_waits_for_producers_that_still_start_do_not_count_although_there_were_b
         trainer().fit(Recorder(), datamodule=dm)
     found = re.search(r"the first one after [\d.]+ s, then [\d.]+ s more while producers started; ", report_of(caplog))
     assert found is not None
+
+
+class InterruptsWhen(logging.Handler):
+    """Interrupts this process when a message has this text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.text in record.getMessage():
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_wait_when_all_producers_had_ended_is_no_slow_generation(
+    trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = Producer(target="producing:produce", args={"partition": "train", "count": 8, "seal": False})
+    dm = TQDataModule(train=stream("train"), queue={"units": 1}, producers=[made])
+    interrupts, logger = InterruptsWhen("All producers of this run have ended"), logging.getLogger("lightning_tq")
+    logger.addHandler(interrupts)
+    try:
+        with caplog.at_level(logging.INFO), pytest.raises(SystemExit):
+            trainer().fit(Recorder(), datamodule=dm)
+    finally:
+        logger.removeHandler(interrupts)
+    dm.close()
+    assert re.search(r" Then it waited \d+ s, when all its producers had ended\.$", report_of(caplog))
 
 
 class SlowProducer(Callback):
