@@ -37,6 +37,7 @@ from lightning_tq.queue_config import load_mapping
 from lightning_tq.rank_watchdog import RankGoneError
 from transfer_queue.errors import (
     BatchTimeoutError,
+    CheckpointError,
     CheckpointNotFoundError,
     ConfigError,
     GateStarvedError,
@@ -51,6 +52,7 @@ from transfer_queue.errors import (
 _TERMINATED = 143
 _SELF_EXPLANATORY = (
     BatchTimeoutError,
+    CheckpointError,
     GateStarvedError,
     LaunchError,
     ProducerError,
