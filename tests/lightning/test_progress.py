@@ -64,3 +64,23 @@ def test_a_batch_is_due_once_it_is_stepped_or_in_a_written_checkpoint(
         assert progress.position == (delivered[stepped - 1] if stepped else None)
         assert progress.unstepped == trained - stepped
     assert acked == (0 if ack == "never" else trained // 2)
+
+
+def test_a_resume_moves_on_from_the_partition_of_its_checkpoint_and_another_fit_begins_anew() -> None:
+    trained, following = after(3), Position(partition_id="q", epoch=1)
+    resumed = Progress("train", AckRule("auto", True))
+    resumed.restore(trained)
+    another = Progress("train", AckRule("auto", True), trained)
+    for progress in (resumed, another):
+        assert progress.begin(following, False, {}) == following
+    assert resumed.left_partitions == ["p"]
+    assert resumed.held_by_checkpoint(["o"]) == {"o": 2**53, "p": 2}
+    assert (another.left_partitions, another.held_by_checkpoint(["o"])) == ([], {})
+
+
+def test_a_resume_needs_no_batch_before_its_position_unless_nothing_is_acknowledged() -> None:
+    for ack, held in (("auto", {"p": 2}), ("step", {"p": 2}), ("never", {})):
+        progress = Progress("train", AckRule(cast(Ack, ack), True))
+        progress.restore(after(4))
+        assert progress.begin(Position(partition_id="p", epoch=0), False, {}) == after(4)
+        assert (progress.kept, progress.held_by_checkpoint([])) == (2, held)
