@@ -228,9 +228,9 @@ class Progress:
             InvalidRequestError: the stream can't continue where the checkpoint was.
         """
         assert first.epoch is not None, "an iterator knows its epoch"
-        is_first = self.partition is None
-        resumed = self.position if is_first and self._restored else None  # not that of another fit, which may begin anew
-        before = self.partition if resumed is None else resumed.partition_id
+        is_first, before = self.partition is None, self.partition
+        if is_first and self._restored and self.position is not None:  # another fit of this process begins anew
+            before = self.position.partition_id
         if before not in (None, first.partition_id):
             self.left_partitions.append(str(before))
         self.taken = 0 if self.resumes_in(first.epoch) is None else self._taken_before

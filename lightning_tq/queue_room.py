@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 _MOST_BETWEEN_LOOKS = 100
@@ -42,6 +42,11 @@ class Room:
         batches, taken = sum(each["in_flight"] for each in own), sum(each["in_flight_samples"] for each in own)
         of_rank = taken / batches if batches else rows or 1.0
         return cls(min(by_bytes, by_count) - others, dp_size * of_rank, sum(each["consumed"] for each in own))
+
+    def without_undrawn(self, left: Iterable[Mapping[str, Any]], task: str) -> Room:
+        """``left``: statistics of partitions that the task has left. What it has not drawn there keeps its room."""
+        undrawn = [each["samples"] - each["tasks"][task]["consumed"] for each in left if task in each["tasks"]]
+        return replace(self, samples=self.samples - sum(undrawn))
 
     def batches_left(self, kept: int) -> int:
         """How many more batches may be trained before those that wait must be acknowledged; 0: none.

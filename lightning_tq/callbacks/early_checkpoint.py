@@ -46,7 +46,7 @@ class EarlyCheckpoint:
             return
         if self._clears and progress.trained:  # every rank has started its iterator, and has trained a batch of it
             self._reader.ack_due()  # this batch may need the room
-        if not (progress.waits_for_checkpoints if self._clears else self._left()):
+        if not self._waits() and not self._left():
             return
         self._look_in -= 1
         path = early_checkpoint_path(trainer)
@@ -62,6 +62,10 @@ class EarlyCheckpoint:
             if self._reader.after_move is not None:
                 self._reader.after_move()
 
+    def _waits(self) -> bool:
+        """Whether acks that free room wait for a checkpoint."""
+        return self._clears and self._reader.progress.waits_for_checkpoints
+
     def _left(self) -> set[str]:
         """Partitions that streams have moved on from, and that are cleared once there is another checkpoint."""
         waits = self._run.switch.clear_finished and self._run.ack_rule.keeps_checkpoints
@@ -72,12 +76,14 @@ class EarlyCheckpoint:
         progress, run = self._reader.progress, self._run
         units = [] if self._spills else run.client.get_storage_stats()
         stats, stream = run.client.get_stats(), self._reader.stream
+        left = [each for name, each in stats["partitions"].items() if name in run.left_partitions()]
         room = Room.of(stats, units, stream.task, run.topology.dp_size, stream.batch_size)
-        if not self._clears:
+        room = room.without_undrawn(left, stream.task)
+        if not self._waits():
             return ("", room.batches_until_full // 2) if room.batches_until_full > 1 else ("save", 1)
         if room.batches_left(progress.kept):
             return "", room.batches_until_look(progress.kept)
-        action: Action = "written" if progress.unwritten else "save" if progress.unsaved else ""
+        action: Action = "written" if progress.unwritten else "save" if progress.unsaved or self._left() else ""
         return action, 1
 
     def _save(self, path: str) -> None:
@@ -85,7 +91,7 @@ class EarlyCheckpoint:
             self._has_said = True
             kept, others = counted(self._reader.progress.kept, "trained batch", "trained batches"), ""
             what = f"{kept} of stream {self._reader.label!r}"
-            if self._clears:
+            if self._waits():
                 others = ", or acknowledge without a checkpoint: TQDataModule(ack='step')"
             else:
                 what = f"finished partitions ({list_names(self._run.left_partitions())})"

@@ -22,7 +22,7 @@ IMPORTING_MAIN = "TQ_IMPORTING_MAIN"
 """Environment variable that is set while a producer process runs the trainer's main program to find its function."""
 
 NOT_FOUND = 127
-"""The exit code of a process whose function can't be found, as that of a shell which finds no command."""
+"""The exit code of a process whose function or command can't be found, as a shell's."""
 _PORT = "MASTER_PORT"
 _PR_SET_PDEATHSIG = 1
 
@@ -48,7 +48,11 @@ def main(order: StartOrder) -> None:
     """Raises what the function raises. The trainer shows the traceback from stderr."""
     _end_with_parent(order.parent)
     if isinstance(order.target, list):
-        os.execvp(order.target[0], order.target)
+        try:
+            os.execvp(order.target[0], order.target)
+        except OSError as error:
+            sys.stderr.write(f"can't run {order.target[0]!r}: {error}\n")
+            sys.exit(NOT_FOUND)
     spawn.prepare({name: order.main[name] for name in ("sys_path", "sys_argv")})
     try:
         function = _find_function(order, order.target)

@@ -187,6 +187,20 @@ def test_a_checkpoint_is_saved_early_where_a_finished_partition_would_fill_the_q
     assert (tmp_path / "kept" / "last-early.ckpt").exists()
 
 
+@pytest.mark.parametrize("clears", [False, True])
+def test_samples_that_a_finished_partition_never_gave_take_room_until_it_is_cleared(
+    trainer: MakeTrainer, tmp_path: Path, clears: bool
+) -> None:
+    start_queue(total_storage_size=64)
+    model = Recorder()
+    saves = ModelCheckpoint(tmp_path / "kept", train_time_interval=_A_DAY)
+    with producer({f"train@{epoch}": 8 for epoch in range(5)}):
+        once = {"callbacks": [saves, PartitionSwitch()], "enable_checkpointing": True, "max_epochs": 5}
+        made = stream("train@{epoch}", clear_consumed=clears)
+        trainer(limit_train_batches=2, **once).fit(model, datamodule=TQDataModule(train=made))
+    assert model.partitions() == [f"train@{epoch}" for epoch in range(5)]
+
+
 def test_a_batch_that_is_larger_than_the_queue_is_refused(trainer: MakeTrainer) -> None:
     start_queue(total_storage_size=3)
     text = r"stream 'train' takes 4 samples at once .* but the queue holds 3 samples \(total_storage_size\)"
