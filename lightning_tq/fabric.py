@@ -28,7 +28,7 @@ from transfer_queue.errors import InvalidRequestError
 logger = logging.getLogger(__name__)
 
 _NEEDED = {"epoch", "position"}
-_STATE = {*_NEEDED, "taken"}
+_STATE = {*_NEEDED, "taken", "left"}
 """``taken``, the micro-batches of that pass so far, is missing in older states."""
 
 
@@ -85,6 +85,8 @@ class FabricLoader:
         self.topology = fabric_topology(fabric, dp_rank, dp_size)
         self._fabric = fabric
         self._next_epoch = 0
+        self._left: list[str] = []
+        """Partitions of earlier passes that the state of a resume holds."""
         self.partitions_at_start: Mapping[str, int] = {}
         self._connection = QueueConnection()
         self._members = RunMembers()
@@ -152,7 +154,8 @@ class FabricLoader:
         if self.ack_rule.ack != "step":
             progress.save()
         position = {} if progress.position is None else progress.position.as_dict()
-        return {"epoch": self.epoch, "position": position, "taken": progress.taken}
+        left = list(dict.fromkeys([*self._left, *progress.unacknowledged()]))
+        return {"epoch": self.epoch, "position": position, "taken": progress.taken, "left": left}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next pass continues that epoch. It is empty if that epoch was read to its end."""
@@ -163,6 +166,7 @@ class FabricLoader:
         if state["position"]:
             position = Position.from_dict(state["position"], self._reader.label)
             self._reader.progress.restore(position, int(state.get("taken", 0)))
+        self._left = list(state.get("left", []))
 
     # ---- loader.RunContext ----
 
@@ -175,7 +179,7 @@ class FabricLoader:
         return False
 
     def left_partitions(self) -> list[str]:
-        return []  # a state says nothing of them
+        return self._left
 
     def begin_next_epoch(self) -> None:
         raise AssertionError("a pass is one epoch, even if empty")

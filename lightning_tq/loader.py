@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -359,15 +359,11 @@ class StreamReader:
     def ack_due(self) -> None:
         """Acknowledge what is due. One rank of each data-parallel group does so; the first group's rank clears."""
         due = self.progress.take_due()
-        if not due:
-            return
         if self._run.topology.is_reader:
             for partition, meta in due.items():
                 acked = self._run.client.ack(meta, self.stream.task, earlier=True)
                 self.progress.note_acked(partition, acked)
-        # Another rank may ack a partition's last batches after this, so each partition is cleared twice.
-        self._clear(dict.fromkeys([*self._just_acked, *due]))
-        self._just_acked = list(due)
+        self._clear_acked(due)
 
     def _ack_resumed(self) -> None:
         """A run that resumes needs no batch that its checkpoint holds. In a full queue, producers wait for the room."""
@@ -376,8 +372,7 @@ class StreamReader:
         for partition, before in held.items():
             acked = self._run.client.ack_before(partition, self.stream.task, before, self._run.topology.dp_rank)
             self.progress.note_acked(partition, acked)
-        self._clear(dict.fromkeys(held))
-        self._just_acked = list(dict.fromkeys([*self._just_acked, *held]))
+        self._clear_acked(held)
 
     def finish(self, owner: Trainer | Fabric) -> None:
         """Training is over: acknowledge what is due on all ranks. This is a collective."""
@@ -386,6 +381,11 @@ class StreamReader:
         if self.stream.clear_consumed:
             owner.strategy.barrier("lightning_tq_acked")
             self._clear(dict.fromkeys(self._just_acked))
+
+    def _clear_acked(self, partitions: Iterable[str]) -> None:
+        """Now, and again before the next batch, because other ranks may ack after this."""
+        again, self._just_acked = self._just_acked, [*partitions] if self._run.topology.dp_size > 1 else []
+        self._clear(dict.fromkeys([*again, *partitions]))
 
     def _clear(self, partitions: Mapping[str, None]) -> None:
         tasks, topology = self.stream.clearing_tasks, self._run.topology

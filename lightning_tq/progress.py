@@ -336,6 +336,12 @@ class Progress:
             due |= self._stepped.pop(before)
         return {} if self._rule.ack == "never" else due
 
+    def unacknowledged(self) -> list[str]:
+        """Partitions that the stream has moved on from, of which steps have batches that wait for an ack."""
+        waits = [] if self._rule is None or self._rule.ack == "never" else self._stepped.values()
+        stepped = dict.fromkeys(name for newest in waits for name in newest)
+        return [name for name in stepped if name != self.partition]
+
     def held_by_checkpoint(self, left: Iterable[str]) -> dict[str, int]:
         """By partition, the batch below which all are in the checkpoint of a resume: they may be acknowledged.
 

@@ -64,7 +64,7 @@ class Finding:
 
         Args:
             was_full: Meanwhile, producers waited for room in the queue. So none of the sides was slow.
-            ready: So many samples were ready at the end, more than the next steps need. So it was not generation.
+            ready: So many samples were ready at the end: enough for steps. They came in bursts, or reading is slow.
         """
         share = waited_s / elapsed_s
         what, waited = _side(share), f"samples in {share:.0%} of its time"
@@ -75,8 +75,8 @@ class Finding:
         elif was_full:
             what, waited = "the full queue", f"was the bottleneck: producers waited for room, and training for {waited}"
         elif ready:
-            what = "reading"
-            waited = f"was the bottleneck: {ready:,} samples were ready at the end, and training waited for {waited}"
+            what = "bursts or reading"
+            waited = f"were the bottleneck: training waited for {waited}, and {ready:,} were ready at the end"
         else:
             times = elapsed_s / max(elapsed_s - waited_s, 1e-9)
             slower = f"took {times:.1f} times as long as" if times < 100 else "took far longer than"

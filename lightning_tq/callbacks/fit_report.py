@@ -25,11 +25,14 @@ _LOOK_EVERY_S = 1.0
 _LONG_S = 1.0
 """A wait from which on it may have been for a producer to start."""
 _SEVERAL_STEPS = 3
-"""Generation was not slow where samples for so many are ready at the end of a run."""
+"""Generation was not too slow where samples for so many are ready at the end of a run."""
 _ADVICE = {
     "training": ("make steps faster or use more data-parallel ranks (more or faster producers would not help)",),
     "the full queue": ("free room in it, as the warnings say that came meanwhile",),
-    "reading": ("read ahead (Stream(prefetch=True), or num_workers=1)", "train larger batches in a step"),
+    "bursts or reading": (
+        "read ahead (Stream(prefetch=True), or num_workers=1)",
+        "let producers put fewer samples more often",
+    ),
 }
 """What to do where generation was not the bottleneck."""
 _MANY_LACK = 8

@@ -56,7 +56,7 @@ def main(order: StartOrder) -> None:
     spawn.prepare({name: order.main[name] for name in ("sys_path", "sys_argv")})
     try:
         function = _find_function(order, order.target)
-    except (ImportError, AttributeError, TypeError):
+    except (ModuleNotFoundError, AttributeError, TypeError):
         traceback.print_exc()
         sys.exit(NOT_FOUND)
     gc.freeze()  # or this process, when it ends, looks through all that was imported for garbage: a second of work

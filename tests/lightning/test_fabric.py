@@ -131,6 +131,19 @@ def test_a_state_without_taken_is_accepted(fabric: Fabric) -> None:
             assert passes(resumed) == [[indexes[4:8], indexes[8:]]]
 
 
+def test_a_resumed_loader_acknowledges_what_its_state_holds_of_earlier_passes(fabric: Fabric) -> None:
+    kept = stream("train@{epoch}", clear_consumed=True)
+    with FabricLoader(fabric, kept, {"units": 1}, ack="checkpoint") as loader:
+        first, second = (fill(loader.client, f"train@{epoch}", 8) for epoch in range(2))
+        assert passes(loader) == [[first[:4], first[4:]]]
+        batch = next(iter(loader))[1]
+        state = loader.state_dict()
+        with FabricLoader(fabric, kept, ack="checkpoint") as resumed:
+            resumed.load_state_dict(state)
+            assert (list(batch.global_indexes), passes(resumed)) == (second[:4], [[second[4:]]])
+            assert resumed.client.get_stats()["partitions"]["train@0"]["samples"] == 0
+
+
 def in_flight(loader: FabricLoader) -> int:
     return int(loader.client.get_stats()["partitions"]["train"]["tasks"]["learn"]["in_flight"])
 

@@ -274,8 +274,8 @@ def test_generation_is_not_called_slow_where_it_waited_for_room() -> None:
 
 def test_generation_is_not_called_slow_where_more_samples_are_ready_than_the_next_steps_need() -> None:
     assert Finding.of_training(100.0, 60.0, ready=6528).statement == (
-        "reading was the bottleneck: 6,528 samples were ready at the end, and training waited for samples in 60% of "
-        "its time"
+        "bursts or reading were the bottleneck: training waited for samples in 60% of its time, and 6,528 were ready "
+        "at the end"
     )
 
 
