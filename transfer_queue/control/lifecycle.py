@@ -184,7 +184,9 @@ def ack(state: PlaneState, call: Call, request: p.Ack) -> p.Reply:
     if partition is None or request.task not in partition.consumers:
         return p.Done(request.id, 0)
     ledger = partition.consumers[request.task].ledger
-    acked = [*ledger.ack(request.tokens, request.earlier), *ledger.ack_before(request.dp_rank, request.before)]
+    acked = ledger.ack(request.tokens, request.earlier)
+    if request.before:
+        acked += ledger.ack_before(request.dp_rank, request.before)
     group_work.acked(state, partition, request.task, acked)
     if acked:
         state.changed(partition)  # a reader may wait for fields of this batch
