@@ -69,6 +69,15 @@ def test_the_advice_names_what_limits_the_workers(options: dict[str, Any], advic
     assert list(fit_report._advice(drawing, Finding.of_training(100.0, 60.0), partition)) == advice
 
 
+def test_what_ended_producers_is_mended_before_more_are_added() -> None:
+    drawing = Stream(partition="train", task="learn", fields=["x"], batch_size=4)
+    advice = list(fit_report._advice(drawing, Finding.of_training(100.0, 60.0), {}, restarted=2))
+    assert advice == [
+        "mend what ended producers, which were started again 2 times (the warnings say why)", PRODUCERS
+    ]  # fmt: skip
+    assert len(list(fit_report._advice(drawing, Finding.of_training(100.0, 1.0), {}, restarted=2))) == 1
+
+
 @pytest.mark.parametrize(("ready", "counts"), [(23, 0), (24, 24)])
 def test_samples_for_several_steps_that_are_ready_at_the_end_speak_against_slow_generation(
     ready: int, counts: int
