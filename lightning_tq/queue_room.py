@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 _MOST_BETWEEN_LOOKS = 100
+_WITH_HEADS = ("waiting", "running", "closed", "ready", "drawn")
+"""States of groups whose heads are in the queue. A head takes the room of a sample, and is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,9 @@ class Room:
         nbytes = sum(unit["live_nbytes"] for unit in units)
         limits = [unit["capacity_bytes"] for unit in units if unit["capacity_bytes"] is not None]
         by_bytes = sum(limits) * live / nbytes if limits and len(limits) == len(units) and nbytes else math.inf
-        by_count = math.inf if stats["capacity"] is None else stats["capacity"]
+        states = [each["groups"]["states"] for each in partitions if "groups" in each]
+        heads = sum(count for each in states for state, count in each.items() if state in _WITH_HEADS)
+        by_count = math.inf if stats["capacity"] is None else stats["capacity"] - heads
         batches, taken = sum(each["in_flight"] for each in own), sum(each["in_flight_samples"] for each in own)
         of_rank = taken / batches if batches else rows or 1.0
         return cls(min(by_bytes, by_count) - others, dp_size * of_rank, sum(each["consumed"] for each in own))
