@@ -269,10 +269,11 @@ class TQDataModule(LightningDataModule):
         if checkpoint is not None:
             check_checkpoint_exists(checkpoint)
         self.open()
-        check_batches_fit(streams, topology.dp_size, self.client.get_stats()["capacity"])
+        capacity = self.client.get_stats()["capacity"]
+        check_batches_fit(streams, topology.dp_size, capacity)
         trains_queue = entry == "fit" and self._streams["train"][0].record is None
         if trains_queue and self._ack in ("auto", "checkpoint"):
-            check_checkpoints(trainer, self._streams["train"][0], topology.dp_size, self.client.get_stats()["capacity"])
+            check_checkpoints(trainer, self._streams["train"][0], topology.dp_size, capacity)
         self._is_untouched = False
         if entry == "fit" and checkpoint is not None and not replays:
             train = self._streams["train"][0]

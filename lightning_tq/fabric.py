@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 _NEEDED = {"epoch", "position"}
 _STATE = {*_NEEDED, "taken", "left"}
-"""``taken``, the micro-batches of that pass so far, is missing in older states."""
+"""Missing in older states: ``taken``, the micro-batches of that pass so far, and ``left``, partitions of earlier passes
+with batches that wait for an ack."""
 
 
 class FabricLoader:

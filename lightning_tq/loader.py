@@ -380,18 +380,18 @@ class StreamReader:
         self.ack_due()
         if self.stream.clear_consumed:
             owner.strategy.barrier("lightning_tq_acked")
-            self._clear(dict.fromkeys(self._just_acked))
+            self._clear(self._just_acked)
 
     def _clear_acked(self, partitions: Iterable[str]) -> None:
         """Now, and again before the next batch, because other ranks may ack after this."""
         again, self._just_acked = self._just_acked, [*partitions] if self._run.topology.dp_size > 1 else []
-        self._clear(dict.fromkeys([*again, *partitions]))
+        self._clear([*again, *partitions])
 
-    def _clear(self, partitions: Mapping[str, None]) -> None:
+    def _clear(self, partitions: Iterable[str]) -> None:
         tasks, topology = self.stream.clearing_tasks, self._run.topology
         if not tasks or not (topology.is_reader and topology.dp_rank == 0):
             return
-        for partition in partitions:
+        for partition in dict.fromkeys(partitions):
             self._run.client.clear_consumed(partition, tasks)
 
     # ---- ending ----

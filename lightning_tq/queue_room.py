@@ -65,8 +65,7 @@ class Room:
     @property
     def batches_until_full(self) -> int:
         """How many more batches fit, at three batches' distance, if no sample is cleared meanwhile."""
-        left = (self.samples - self.given) / self.batch - 3
-        return _MOST_BETWEEN_LOOKS if left > _MOST_BETWEEN_LOOKS else math.floor(left)
+        return math.floor(min((self.samples - self.given) / self.batch - 3, _MOST_BETWEEN_LOOKS))
 
     def batches_until_look(self, kept: int) -> int:
         """When to look again: sizes may grow, so half-way, and after a hundred batches at the latest."""

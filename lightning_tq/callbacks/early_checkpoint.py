@@ -75,8 +75,8 @@ class EarlyCheckpoint:
         """What to do, and how many batches later to look again. On the first rank."""
         progress, run = self._reader.progress, self._run
         units = [] if self._spills else run.client.get_storage_stats()
-        stats, stream = run.client.get_stats(), self._reader.stream
-        left = [each for name, each in stats["partitions"].items() if name in run.left_partitions()]
+        stats, stream, names = run.client.get_stats(), self._reader.stream, run.left_partitions()
+        left = [each for name, each in stats["partitions"].items() if name in names]
         room = Room.of(stats, units, stream.task, run.topology.dp_size, stream.batch_size)
         room = room.without_undrawn(left, stream.task)
         if not self._waits():
@@ -91,7 +91,7 @@ class EarlyCheckpoint:
             self._has_said = True
             kept, others = counted(self._reader.progress.kept, "trained batch", "trained batches"), ""
             what = f"{kept} of stream {self._reader.label!r}"
-            if self._waits():
+            if self._waits() and self._reader.progress.unsaved:
                 others = ", or acknowledge without a checkpoint: TQDataModule(ack='step')"
             else:
                 what = f"finished partitions ({list_names(self._run.left_partitions())})"

@@ -375,7 +375,8 @@ def judge(state: PlaneState, partition: Partition, group: Group) -> None:
 def check_starved(state: PlaneState, task: str) -> None:
     """Before a fetch waits. Raises GateStarvedError if the task's gate rejects everything."""
     sampler, trainer = state.leases.sampler(task), state.leases.trainers[task]
-    if sampler is not None and trainer.rejected >= STARVED_AFTER * sampler.groups:
+    assert sampler is not None
+    if trainer.rejected >= STARVED_AFTER * sampler.groups:
         seen = ", ".join(f"{text} ({count}x)" for text, count in trainer.seen.most_common())
         raise GateStarvedError(
             f"the gate {sampler.gate!r} of task {task!r} has rejected {trainer.rejected} groups in a row: {seen}. "
