@@ -164,6 +164,8 @@ class FabricLoader:
             raise InvalidRequestError(f"can't resume from {dict(state)!r}: this is not a FabricLoader's state.")
         self._reader.progress.wait_for_checkpoints()
         self._next_epoch = self.epoch = int(state["epoch"])
+        if self._reader.progress.partition is not None:  # it is set back after batches that it has drawn itself
+            self.partitions_at_start = drawn_batches(self.client, self._reader.stream.task)
         if state["position"]:
             position = Position.from_dict(state["position"], self._reader.label)
             self._reader.progress.restore(position, int(state.get("taken", 0)))

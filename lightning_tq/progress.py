@@ -251,12 +251,14 @@ class Progress:
         return position
 
     def restore(self, position: Position, taken: int = 0) -> None:
-        """The next iterator starts at this position, if it reads that partition.
+        """The next iterator starts at this position, if it reads that partition. What was trained after it is undone.
 
         Args:
             taken: Micro-batches of that epoch so far. Only Fabric needs it; a Trainer counts them itself.
         """
-        self.position, self._trained_to = position, None
+        self.position, self._trained_to, self.partition = position, None, None
+        self._trained.clear()
+        self._stepped.clear()  # the next iterator acknowledges those before the position
         self.taken = self._taken_before = taken
         self._restored = True
 

@@ -89,6 +89,22 @@ def test_a_loader_that_is_set_back_after_a_pass_reads_the_rest_of_that_pass_agai
             assert passes(loader) == [rest]
 
 
+def test_a_loader_of_a_living_queue_that_is_set_back_keeps_what_it_is_to_read_again(fabric: Fabric) -> None:
+    with FabricLoader(fabric, stream("train@{epoch}"), {"units": 1}) as first:
+        indexes = fill(first.client, "train@0", 16)
+        with FabricLoader(fabric, stream("train@{epoch}")) as loader:
+            batches = iter(loader)
+            next(batches)
+            state = loader.state_dict()
+            for _ in range(2):
+                for _ in range(3):
+                    next(batches)
+                loader.load_state_dict(state)
+                assert loader.state_dict() == state  # this checkpoint acknowledges nothing after its position
+                batches = iter(loader)
+            assert [list(meta.global_indexes) for _, meta in batches] == [indexes[4:8], indexes[8:12], indexes[12:]]
+
+
 @pytest.mark.parametrize("options", [{}, {"replay": True}], ids=["once", "replay"])
 def test_a_resumed_pass_holds_the_rest_of_it(fabric: Fabric, options: dict[str, Any]) -> None:
     with FabricLoader(fabric, stream("train@{epoch}", **options), {"units": 1}, ack="never") as loader:
