@@ -50,6 +50,8 @@ class ClientBase:
         self._storage: StorageManager | None = None
         self._storage_args: tuple[str, dict[str, Any]] | None = None
         self._caller: Any = None
+        self._with_values: set[int] = set()
+        """Fetches whose values came along and wait to be read."""
 
     def initialize_storage_manager(self, manager_type: str, config: Mapping[str, Any], **settings: Any) -> None:
         """Choose the backend; ``config`` is its section of a running queue's configuration."""

@@ -34,6 +34,8 @@ from transfer_queue.transport.caller import SocketCaller
 
 _OF_THE_FETCH = ("dp_rank", "batch_index", "dp_size", "first_index", "skip", "pass_start", "after", "where")
 _SAID_ELSEWHERE = ("partition_id", "task_name")
+_MOST_WITH_VALUES = 8
+"""Batches with values that wait to be read. Of a client that reads none, further ones bring none."""
 
 
 class FetchedBatch:
@@ -139,8 +141,11 @@ class Gets(ClientBase):
         wait_s = timeout_s if timeout_s is not None else (0.0 if polling else fetch_wait_s())
         fetch = fetch_request(fields, batch_size or 0, partition_id, task_name, sampling_config, wait_s)
         where = fetch.where if where is None else where
-        fetch = msgspec.structs.replace(fetch, id=self.session.number(), adds=added, where=where)
-        reply, _ = await self._fetched(fetch)
+        front = self.storage_manager.front
+        small = front is not None and len(self._with_values) < _MOST_WITH_VALUES and await front.sees_changes()
+        number = self.session.number()
+        fetch = msgspec.structs.replace(fetch, id=number, adds=added, where=where, small_values=small)
+        reply, frames = await self._fetched(fetch)
         if isinstance(reply, p.NotReady):
             if polling:
                 return BatchMeta.empty()
@@ -150,7 +155,7 @@ class Gets(ClientBase):
                 f"nothing is left of batch {reply.batch_index} of task {task_name!r}, partition {partition_id!r}: all "
                 f"its groups have left since it was drawn. Ask for a later batch_index."
             )
-        return self._to_read(reply)
+        return self._to_read(reply, frames)
 
     async def _insert(self, partition: str, count: int | None, fields: list[str]) -> BatchMeta:
         if count is None:
@@ -189,11 +194,13 @@ class Gets(ClientBase):
                 await front.release(fetch.id)
             raise
 
-    def _to_read(self, batch: p.Batch) -> BatchMeta:
-        """Metadata of a batch without values. What is in no ledger is kept for as long as it may be read."""
+    def _to_read(self, batch: p.Batch, values: Sequence[memoryview] = ()) -> BatchMeta:
+        """Metadata of a batch. What is in no ledger is kept for as long as it may be read."""
         meta = to_meta(batch)
-        if batch.batch_index is None:
-            meta.unread = (UnreadBatch(batch.id, meta.global_indexes, batch.fields, self.session.done_reading),)
+        if batch.batch_index is None or values:
+            read = self.session.done_reading if batch.batch_index is None else None
+            unread = UnreadBatch(batch.id, meta.global_indexes, batch.fields, read, values, self._with_values)
+            meta.unread = (unread,)
         return meta
 
     async def _fetched(self, fetch: p.Fetch) -> tuple[p.Batch | p.NotReady, list[memoryview]]:
@@ -258,6 +265,9 @@ class Gets(ClientBase):
         common = common_dtypes(metadata.field_schema, metadata.global_indexes)
         await self.session.config()
         storage, units = self.storage_manager, None
+        data = self._came_along(metadata, layout)
+        if data is not None:
+            return relaid(data, layout or storage.layout, common) if common else data
         if await storage.in_several_units():
             units = await self._places(metadata, metadata.field_names)
         try:
@@ -267,6 +277,16 @@ class Gets(ClientBase):
                 await self._check_lost(part.partition_ids[0], part.field_names, part.global_indexes)
             raise
         return relaid(data, layout or storage.layout, common) if common else data
+
+    def _came_along(self, meta: BatchMeta, layout: str | None) -> TensorDict | None:
+        """The values, if they came with exactly this metadata and are still those."""
+        front, batches = self.storage_manager.front, meta.unread
+        if front is None or len(batches) != 1 or not (values := batches[0].take_values(meta.global_indexes)):
+            return None
+        data = front.decode_small(values[0], values[1:], meta, layout)
+        if data is not None:
+            batches[0].was_read(meta.global_indexes, meta.field_names)
+        return data
 
     async def _read(
         self, meta: BatchMeta, units: Mapping[str, p.UnitRuns | None] | None, layout: str | None = None

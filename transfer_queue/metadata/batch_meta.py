@@ -490,16 +490,33 @@ class UnreadBatch:
     A pickled one is of no effect, because another process can't say what this one may still read.
     """
 
-    __slots__ = ("_call", "_fields", "_left", "_read")
+    __slots__ = ("_call", "_fields", "_left", "_read", "_rows", "_values", "_with_values")
 
     def __init__(
-        self, call: int = 0, indexes: Iterable[int] = (), fields: Iterable[str] = (), read: set[int] | None = None
-    ) -> None:
-        """``read``: where the session collects such fetches; ``call`` is added to it at the end."""
+        self, call: int = 0, indexes: Sequence[int] = (), fields: Iterable[str] = (), read: set[int] | None = None,
+        values: Sequence[memoryview] = (), with_values: set[int] | None = None,
+    ) -> None:  # fmt: skip
+        """``read``: where the session collects such fetches; ``call`` is added to it at the end.
+
+        ``values``: what came along, as it travels. While it is kept, ``call`` is in ``with_values``.
+        """
         self._call = call
         self._fields = frozenset(fields)
         self._read = set() if read is None else read
         self._left = set(indexes)
+        self._rows = tuple(indexes) if values else ()
+        self._values = values
+        self._with_values = set() if with_values is None else with_values
+        if values:
+            self._with_values.add(call)
+
+    def take_values(self, indexes: Sequence[int]) -> Sequence[memoryview]:
+        """What came along, once; nothing for other rows than all of them in their order."""
+        if not self._values or self._rows != tuple(indexes):
+            return ()
+        values, self._values = self._values, ()
+        self._with_values.discard(self._call)
+        return values
 
     def was_read(self, indexes: Iterable[int], fields: Iterable[str]) -> None:
         """These fields of these samples were read. Some of the fields are not enough: the others may still be read."""
@@ -511,6 +528,8 @@ class UnreadBatch:
     def __del__(self) -> None:  # in any thread, between any two steps of it: adding to a set is one step
         if getattr(self, "_left", None):  # Ctrl-C may have come before it was set
             self._read.add(self._call)
+        if getattr(self, "_values", None):
+            self._with_values.discard(self._call)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnreadBatch:
         return self

@@ -146,6 +146,8 @@ class Fetch(Request, frozen=True):
     ``adds``: fields that the caller will put onto the batch's samples. What lacks one when its session ends is given
     again, and other sessions get the end only once nothing lacks one. ``starved_s``: how long the reader of the
     caller's stream has waited for batches so far, in all; None: unknown. It may be busy while this fetch waits.
+    ``small_values``: the values travel with the answer where they are few bytes. The caller has mapped the unit's page
+    of changes, by which it sees whether they are still those.
     """
 
     partition: str
@@ -169,6 +171,7 @@ class Fetch(Request, frozen=True):
     trained: Position | None = None
     adds: list[str] = []
     starved_s: Seconds | None = None
+    small_values: bool = False
 
 
 class Cancel(Request, frozen=True):

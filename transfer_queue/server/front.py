@@ -15,7 +15,7 @@ from typing import Any, get_args
 import msgspec
 
 from transfer_queue import protocol as p
-from transfer_queue.calls import PIECE, Answer, Call, Calls, Effect, Steps, Turn, Verb, replied
+from transfer_queue.calls import PIECE, Answer, Call, Calls, Effect, Steps, Turn, Verb, Wait, replied
 from transfer_queue.control import fetches, lifecycle, memberships, queries, writing
 from transfer_queue.control.plane import ControlPlane, PlaneVerb
 from transfer_queue.control.state import WRITERS
@@ -97,6 +97,8 @@ class Front:
         """There are storage units in other processes, where a janitor ends writes and sessions."""
         if self._janitor is None and self._make_janitor is not None:
             self._janitor = self._make_janitor()
+            if self.unit is not None:
+                self.unit.end_stamps()
 
     def close(self) -> None:
         """Do what is left to do in other processes."""
@@ -405,7 +407,22 @@ class _ComposedCalls:
     def _fetch(self, call: Call, fetch: p.Fetch) -> Any:
         """Draw a batch; with values, read them, too."""
         drawn = fetches.fetch(self._plane.state, call, fetch)
-        return self._with_values(call, fetch, drawn) if fetch.with_values else drawn
+        if fetch.with_values:
+            return self._with_values(call, fetch, drawn)
+        if fetch.small_values:
+            return self._small_once_drawn(call, fetch, drawn) if isinstance(drawn, Wait) else self._small(call, drawn)
+        return drawn
+
+    def _small_once_drawn(self, call: Call, fetch: p.Fetch, drawn: Wait) -> Steps:
+        return self._small(call, (yield from replied(drawn)))
+
+    def _small(self, call: Call, batch: p.Reply) -> p.Reply:
+        """This batch, with its values if they are few bytes."""
+        if isinstance(batch, p.Batch) and batch.indexes and batch.lies_in_front:
+            rows = self._unit.read_small(call, batch.indexes, sorted(batch.fields))
+            if rows is not None:
+                call.values = [p.encode(rows), *call.values]
+        return batch
 
     def _with_values(self, call: Call, fetch: p.Fetch, drawn: Any) -> Steps:
         """A batch that can't be read is returned to its task."""

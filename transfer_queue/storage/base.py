@@ -64,6 +64,14 @@ class InFront(Protocol):
     ) -> TensorDict:
         """Return the values that arrived with a batch of ``count`` samples."""
 
+    async def sees_changes(self) -> bool:
+        """Return whether this process sees that values have changed, so small ones may come before they are read."""
+
+    def decode_small(
+        self, header: Any, frames: Sequence[memoryview], metadata: HasRows, layout: str | None
+    ) -> TensorDict | None:
+        """Return the small values that arrived with this metadata; None if they may not be those of its rows now."""
+
     async def release(self, call: int) -> None:
         """Release the memory that this call pinned or leased."""
 

@@ -15,6 +15,8 @@ from transfer_queue.errors import ProtocolError, from_wire
 from transfer_queue.protocol import Call, Done, Failed, Reply, Request, pack_indexes, unpack_indexes
 from transfer_queue.storage.wire import ByteArray, IntArray, Layout, Positions, WireColumn, as_run, select
 
+SMALL_NBYTES = 16 * 1024
+"""Values up to this size travel with the metadata of their batch, where a client may be about to read them."""
 INLINE_NBYTES = 64 * 1024
 """Values up to this size travel in the message, which is cheaper than leasing or pinning memory."""
 PAGE_NBYTES = mmap.PAGESIZE
@@ -110,11 +112,15 @@ class Read(Request, frozen=True):
 
 
 class Rows(Reply, frozen=True):
-    """Every requested field. ``pinned``: some values lie in the arena, and stay there until the call is released."""
+    """Every requested field. ``pinned``: some values lie in the arena, and stay there until the call is released.
+
+    ``stamp``: see ``Changes``.
+    """
 
     headers: list[ColumnHeader]
     tables: list[bytes] = []  # noqa: RUF012 (msgspec copies it)
     pinned: bool = False
+    stamp: int = 0
 
 
 class Delete(Request, frozen=True):

@@ -13,13 +13,14 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from transfer_queue.storage.changes import Changes
 from transfer_queue.storage.messages import Path, View, arena_path
 from transfer_queue.storage.wire import ByteArray
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.blocking import is_blocking
 
 _BORROW_TIMEOUT_S = 10.0
-_MOST_DESCRIPTORS = 2
+_MOST_DESCRIPTORS = 3
 
 
 class UnitConnection:
@@ -31,6 +32,7 @@ class UnitConnection:
         self._trying = threading.Lock()  # held for as long as a unit may take to answer
         self._tried = not shared or arena_path(peer.address) is None
         self._arena: View | None = None
+        self._changes: Changes | None = None
 
     @property
     def arena(self) -> View | None:
@@ -38,10 +40,15 @@ class UnitConnection:
         if not self._tried:
             with self._trying:
                 if not self._tried:
-                    arena = map_arena(self.peer.address)
+                    arena, changes = map_arena(self.peer.address)
                     if not self._tried:  # otherwise it was closed meanwhile
-                        self._arena, self._tried = arena, True
+                        self._arena, self._changes, self._tried = arena, changes, True
         return self._arena
+
+    @property
+    def changes(self) -> Changes | None:
+        """Which of its values have changed, where the arena is mapped. It tries nothing."""
+        return self._changes
 
     @property
     def path(self) -> Path:
@@ -53,7 +60,7 @@ class UnitConnection:
     def close(self) -> None:
         """Unmap the arena once nothing refers to it."""
         self._tried = True
-        self._arena = None
+        self._arena = self._changes = None
 
 
 async def decide_paths(connections: Iterable[UnitConnection]) -> None:
@@ -68,7 +75,7 @@ async def decide_paths(connections: Iterable[UnitConnection]) -> None:
 # ---- the arena ----
 
 
-def map_arena(address: str) -> View | None:
+def map_arena(address: str) -> tuple[View | None, Changes | None]:
     """Map the whole arena of the server at this address. It is unmapped when no array refers to it.
 
     None: another host, switched off, or no mapping possible here.
@@ -76,11 +83,12 @@ def map_arena(address: str) -> View | None:
     path = arena_path(address)
     descriptors = borrow(path) if path is not None and os.path.exists(path) else []
     if not descriptors:
-        return None
+        return None, None
     try:
-        memory, *file = [np.frombuffer(mmap.mmap(each, 0), np.uint8) for each in descriptors]
+        changes = Changes(descriptors[1])
+        memory, *file = [np.frombuffer(mmap.mmap(each, 0), np.uint8) for each in descriptors[:1] + descriptors[2:]]
     except (OSError, ValueError, OverflowError):  # for example a limit on addresses; frames work everywhere
-        return None
+        return None, None
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
@@ -91,7 +99,7 @@ def map_arena(address: str) -> View | None:
             return file[0][offset : offset + nbytes]
         return memory[offset : offset + nbytes]
 
-    return view
+    return view, changes
 
 
 def borrow(path: str, timeout_s: float = _BORROW_TIMEOUT_S) -> list[int]:

@@ -124,6 +124,22 @@ class SharedMemoryManager(StorageManager):
             raise
         return values
 
+    async def sees_changes(self) -> bool:
+        return self._own.changes is not None or (await self.decide_mapping() and self._own.changes is not None)
+
+    def decode_small(
+        self, header: Any, frames: Sequence[memoryview], metadata: HasRows, layout: str | None
+    ) -> TensorDict | None:
+        rows, changes, indexes = decode_answer(header, Rows), self._own.changes, metadata.global_indexes
+        wanted = sorted(set(metadata.field_names))
+        if sorted({each.field for each in rows.headers}) != wanted:
+            return None
+        if changes is None or changes.stamp(as_indexes(indexes)) != rows.stamp:
+            return None
+        result = ReadResult(self.session, wanted)
+        result.add(self._own, slice(0, len(indexes)), rows, frames)
+        return self._unpacked(result, len(indexes), layout or self.layout)
+
     async def release(self, call: int) -> None:
         await self.session.post(self._own.peer, Release(self.session.number(), [call]))
 

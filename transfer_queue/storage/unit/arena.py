@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from transfer_queue.storage.changes import Changes
 from transfer_queue.storage.messages import whole_pages
 from transfer_queue.storage.recycling import Watch, watched
 from transfer_queue.storage.wire import ByteArray
@@ -104,6 +105,8 @@ class Arena:
         except (OSError, ValueError, OverflowError):
             os.close(self.descriptor)
             raise
+        self.changes: Changes | None = None
+        """Where clients that share it see which values have changed; set where it is lent to some."""
         self._first: int = np.frombuffer(self._map, np.uint8, 1).__array_interface__["data"][0]
         self._cold, self._warm = FreeList(), FreeList()
         self._cold.free(0, self.nbytes)

@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 
+from transfer_queue.storage.changes import Changes
 from transfer_queue.storage.messages import arena_path
 from transfer_queue.storage.unit.arena import Arena
 from transfer_queue.storage.unit.spill import SpillFile
@@ -82,16 +83,18 @@ def lend_arena(server: SocketServer, file: SpillFile | None = None) -> Arena | N
     path = arena_path(server.address)
     if path is None:
         return None
-    arena = None
+    ends = contextlib.ExitStack()
     try:
         arena = Arena()
-        lent = [arena] if file is None else [arena, file]
+        ends.callback(arena.close)
+        arena.changes = Changes()
+        ends.callback(arena.changes.close)
+        lent: list[Arena | Changes] = [arena, arena.changes, *([] if file is None else [file])]
         lender = Lender(path, server.attend, [each.descriptor for each in lent])
     except OSError as error:  # such as a limit on addresses
         if not isinstance(error, FileNotFoundError):  # its directory has gone with the owner, and the server goes, too
             _log.warning("%s shares no memory (%s): values travel as frames, which is slower", server.address, error)
-        if arena is not None:
-            arena.close()
+        ends.close()
         return None
     for end in (lender.close, *(each.close for each in lent)):
         server.at_close(end)

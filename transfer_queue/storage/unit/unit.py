@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from transfer_queue.calls import Call, Calls, Steps, Verb, Wait
 from transfer_queue.errors import (
@@ -24,6 +25,7 @@ from transfer_queue.protocol import Done, Failed, Reply, Request, pack_indexes, 
 from transfer_queue.storage.messages import (
     INLINE_NBYTES,
     PAGE_NBYTES,
+    SMALL_NBYTES,
     Abort,
     AskHeld,
     Columns,
@@ -37,6 +39,7 @@ from transfer_queue.storage.messages import (
     Located,
     Read,
     Release,
+    Rows,
     UnitStats,
     Write,
     Written,
@@ -93,6 +96,7 @@ class StorageUnit:
         self._arena = arena
         self._file = file
         self._arenas = [each for each in (arena, file) if each is not None]
+        self._changes = None if arena is None else arena.changes
         self._blocks = BlockStore(self._allocate, file=file)
         self._leased_nbytes = self._uncommitted_nbytes = 0
         self._uncommitted: dict[UncommittedWrite, None] = {}
@@ -233,6 +237,24 @@ class StorageUnit:
             self._commit_one(each)
         return bool(found)
 
+    def read_small(self, call: Call, indexes: bytes, fields: Sequence[str]) -> Rows | None:
+        """All values with their stamp, where they are few bytes and the reader will see whether they have changed."""
+        wanted = unpack_indexes(indexes)
+        try:
+            located = self._blocks.locate(wanted, fields)
+        except StorageKeyNotFoundError:  # whoever reads them hears of it
+            return None
+        nbytes = sum([column.rows_nbytes(rows) for _, column, _, rows in located])
+        if self._changes is None or self._blocks.spilled_nbytes or nbytes > SMALL_NBYTES:
+            return None
+        return structs.replace(self._rows(call, located, False), stamp=self._changes.stamp(wanted))
+
+    def end_stamps(self) -> None:
+        """Other units may hold newer values from now on, so no reader can see here whether values have changed."""
+        if self._changes is not None:
+            self._changes.count_all()
+            self._changes = None
+
     def _rows_or_wait(self, call: Call, request: Read) -> Reply | Steps:
         """The answer. If it is made of bytes on disk, these are read first, a little each turn."""
         located = self._blocks.locate(unpack_indexes(request.indexes), request.fields)
@@ -264,7 +286,7 @@ class StorageUnit:
             return self._arena.nbytes + on_disk
         return offset
 
-    def _rows(self, call: Call, located: Located, in_place: bool) -> Reply:
+    def _rows(self, call: Call, located: Located, in_place: bool) -> Rows:
         offset_of = self._offset_of if in_place else None
         answer, call.values, pinned, nbytes = rows_answer(call.number, located, offset_of)
         self.got_nbytes["message"] += sum([memoryview(frame).nbytes for frame in call.values])
@@ -397,6 +419,7 @@ class StorageUnit:
 
     def _commit_one(self, uncommitted: UncommittedWrite) -> None:
         if uncommitted in self._uncommitted:
+            self._note_changed(uncommitted.write.indexes)
             self._store(uncommitted.write)
             self._uncommitted_over(uncommitted)
 
@@ -441,6 +464,7 @@ class StorageUnit:
 
     def delete(self, indexes: IntArray) -> None:
         """Delete all fields of these samples, also those that aren't committed."""
+        self._note_changed(indexes)
         self._blocks.delete(indexes)
         for uncommitted in [each for each in self._uncommitted if np.isin(each.write.indexes, indexes).any()]:
             rest = uncommitted.write.without(indexes)  # a commit would bring the others back
@@ -451,6 +475,10 @@ class StorageUnit:
                 wait.answer = _cleared
                 self.calls.waits.examine(wait)
         self._freed()
+
+    def _note_changed(self, indexes: IntArray) -> None:
+        if self._changes is not None:
+            self._changes.count(indexes)
 
     def _held(self, call: Call, request: AskHeld) -> Reply:
         held = self._blocks.held(unpack_indexes(request.indexes))
