@@ -110,7 +110,7 @@ def test_closing_a_connection_does_not_wait_and_an_arena_that_comes_later_is_unm
         assert select.select([connection], [], [], 0)[0] == [], "it waits to be told"
         lent = os.memfd_create("late")
         os.truncate(lent, 2 * PAGE_NBYTES)
-        socket.send_fds(connection, [b"\0"], [lent])
+        socket.send_fds(connection, [b"\0"], [lent, lent])
         os.close(lent)
         thread.join(WAIT_S)
         connection.settimeout(WAIT_S)

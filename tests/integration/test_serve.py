@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import transfer_queue as tq
+from tests.integration.faults import client_of
 
 pytestmark = pytest.mark.programs
 
@@ -166,6 +167,18 @@ def test_a_server_that_leaves_takes_its_values_along_by_name(serve, keys):
     client.put({"x": torch.zeros(len(lacking), dtype=torch.int64)}, meta.select_samples(lacking))
     assert client.get_lost_samples("p") == {}
     assert client.get_data(meta)["x"].shape[0] == 16
+
+
+def test_what_came_with_a_batch_before_a_server_joined_is_read_where_it_was_replaced(serve, keys):
+    local, remote = addresses(serve(*LISTEN, "--key-file", keys))
+    early = client_of(tq.init({"address": local, "key_file": keys}), "early")
+    tq.close()
+    early.put({"x": torch.arange(4)}, partition_id="p")
+    meta = early.get_meta(["x"], 4, "p", task_name="t")
+    second = addresses(serve(*LISTEN, "--key-file", keys, "--join", remote))
+    join(second[0], keys).put({"x": torch.arange(10, 14)}, metadata=meta)
+    assert early.get_data(meta)["x"].tolist() == [10, 11, 12, 13]
+    early.close()
 
 
 def test_groups_whose_heads_left_with_a_server_let_others_pass_and_are_named(serve, keys):

@@ -69,8 +69,10 @@ def test_what_was_fetched_with_its_values_or_by_a_rank_costs_no_word(queue, name
     named = client.get_meta(["x"], 2, name, task_name="t", sampling_config={"dp_rank": 0, "batch_index": 0})
     ranked = client.get_meta(["x"], 2, name, task_name="t", sampling_config={"dp_rank": 0})
     whole = client.fetch_batch(fetch_of(["x"], 2, name, "t"))
-    assert (named.unread, ranked.unread, whole.meta.unread) == ((), (), ())
     assert client.take(whole)["x"].tolist() == [4, 5]
+    assert client.get_data(named)["x"].tolist() == [0, 1]
+    del named, ranked, whole
+    assert client.session.done_reading == set()
     assert client.clear_consumed(name) == 2
 
 

@@ -199,7 +199,9 @@ class Gets(ClientBase):
         meta = to_meta(batch)
         if batch.batch_index is None or values:
             read = self.session.done_reading if batch.batch_index is None else None
-            unread = UnreadBatch(batch.id, meta.global_indexes, batch.fields, read, values, self._with_values)
+            unread = UnreadBatch(batch.id, meta.global_indexes, batch.fields, read)
+            if values:
+                unread.keep_values(meta.global_indexes, values, self._with_values)
             meta.unread = (unread,)
         return meta
 
@@ -272,10 +274,13 @@ class Gets(ClientBase):
             units = await self._places(metadata, metadata.field_names)
         try:
             data = await self._read(metadata, units, layout)
-        except StorageKeyNotFoundError:  # they may have been in another unit, which has ended
-            for part in metadata.chunk_by_partition():
-                await self._check_lost(part.partition_ids[0], part.field_names, part.global_indexes)
-            raise
+        except StorageKeyNotFoundError:  # they may be in another unit, which has joined, or which has ended
+            if units is None and await storage.in_several_units(fresh=True):
+                data = await self._read(metadata, await self._places(metadata, metadata.field_names), layout)
+            else:
+                for part in metadata.chunk_by_partition():
+                    await self._check_lost(part.partition_ids[0], part.field_names, part.global_indexes)
+                raise
         return relaid(data, layout or storage.layout, common) if common else data
 
     def _came_along(self, meta: BatchMeta, layout: str | None) -> TensorDict | None:

@@ -490,32 +490,31 @@ class UnreadBatch:
     A pickled one is of no effect, because another process can't say what this one may still read.
     """
 
-    __slots__ = ("_call", "_fields", "_left", "_read", "_rows", "_values", "_with_values")
+    __slots__ = ("_call", "_fields", "_left", "_read", "_rows", "_values", "_waiting")
 
     def __init__(
-        self, call: int = 0, indexes: Sequence[int] = (), fields: Iterable[str] = (), read: set[int] | None = None,
-        values: Sequence[memoryview] = (), with_values: set[int] | None = None,
-    ) -> None:  # fmt: skip
-        """``read``: where the session collects such fetches; ``call`` is added to it at the end.
-
-        ``values``: what came along, as it travels. While it is kept, ``call`` is in ``with_values``.
-        """
+        self, call: int = 0, indexes: Iterable[int] = (), fields: Iterable[str] = (), read: set[int] | None = None
+    ) -> None:
+        """``read``: where the session collects such fetches; ``call`` is added to it at the end."""
         self._call = call
         self._fields = frozenset(fields)
         self._read = set() if read is None else read
         self._left = set(indexes)
-        self._rows = tuple(indexes) if values else ()
-        self._values = values
-        self._with_values = set() if with_values is None else with_values
-        if values:
-            self._with_values.add(call)
+        self._rows: tuple[int, ...] = ()
+        self._values: Sequence[memoryview] = ()
+        self._waiting: set[int] = set()
 
-    def take_values(self, indexes: Sequence[int]) -> Sequence[memoryview]:
+    def keep_values(self, indexes: Iterable[int], values: Sequence[memoryview], waiting: set[int]) -> None:
+        """These came along, for these rows. While they are kept, ``call`` is in ``waiting``."""
+        self._rows, self._values, self._waiting = tuple(indexes), values, waiting
+        waiting.add(self._call)
+
+    def take_values(self, indexes: Iterable[int]) -> Sequence[memoryview]:
         """What came along, once; nothing for other rows than all of them in their order."""
         if not self._values or self._rows != tuple(indexes):
             return ()
         values, self._values = self._values, ()
-        self._with_values.discard(self._call)
+        self._waiting.discard(self._call)
         return values
 
     def was_read(self, indexes: Iterable[int], fields: Iterable[str]) -> None:
@@ -529,7 +528,7 @@ class UnreadBatch:
         if getattr(self, "_left", None):  # Ctrl-C may have come before it was set
             self._read.add(self._call)
         if getattr(self, "_values", None):
-            self._with_values.discard(self._call)
+            self._waiting.discard(self._call)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnreadBatch:
         return self

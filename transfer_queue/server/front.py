@@ -98,7 +98,7 @@ class Front:
         if self._janitor is None and self._make_janitor is not None:
             self._janitor = self._make_janitor()
             if self.unit is not None:
-                self.unit.end_stamps()
+                self.unit.others_join()
 
     def close(self) -> None:
         """Do what is left to do in other processes."""

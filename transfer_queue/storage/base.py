@@ -191,8 +191,11 @@ class StorageManager(ABC):
     async def clear_data(self, metadata: HasRows) -> None:
         """Delete all fields of these samples. Unknown samples are no error."""
 
-    async def in_several_units(self) -> bool:
-        """Whether the values may lie in several storage units, so that a read has to say in which ones."""
+    async def in_several_units(self, fresh: bool = False) -> bool:
+        """Whether the values may lie in several storage units, so that a read has to say in which ones.
+
+        ``fresh``: ask, although it was asked a moment ago.
+        """
         return False
 
     async def read(self, metadata: HasRows, units: Places | None, layout: str | None) -> TensorDict:

@@ -104,11 +104,15 @@ class Abort(Request, frozen=True):
 
 
 class Read(Request, frozen=True):
-    """These fields of all these indexes, which may repeat. ``mapped``: the client has mapped the arena."""
+    """These fields of all these indexes, which may repeat. ``mapped``: the client has mapped the arena.
+
+    ``alone``: it knows of no other unit. If one has joined, this one may have values that were replaced there.
+    """
 
     indexes: bytes
     fields: list[str]
     mapped: bool = False
+    alone: bool = False
 
 
 class Rows(Reply, frozen=True):

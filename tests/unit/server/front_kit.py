@@ -16,6 +16,7 @@ from tests.local_plane import LocalPlane
 from transfer_queue import protocol as p
 from transfer_queue.calls import Turn
 from transfer_queue.server.front import Front
+from transfer_queue.storage.changes import Changes
 from transfer_queue.storage.messages import (
     PAGE_NBYTES,
     ColumnHeader,
@@ -61,6 +62,9 @@ def front_of(
 ) -> Front:
     """A controller and a unit. ``capacity``: most samples; ``pages``: size of the arena, None: there is none."""
     arena = None if pages is None else Arena(pages * PAGE)
+    if arena is not None:
+        arena.changes = Changes()
+        arena.changes.close()  # its page stays mapped here
     unit = StorageUnit("u0", capacity_bytes, arena, inline_nbytes=64 * 1024 if arena is None else 0)
     return Front({"the": "configuration"}, LocalPlane(capacity=capacity, **config), unit)
 

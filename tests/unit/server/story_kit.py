@@ -73,7 +73,8 @@ class Clients:
     """``undo``: what becomes of what an answered call has taken, by how it ends: died, failed, or what a cancel said.
 
     ``reading``: batches without ledger entry that may still be read, and whether they are read with the next message.
-    ``pinned``: batches in the arena, and the values they had when they were fetched.
+    ``pinned``: batches in the arena, and the values they had when they were fetched. ``came``: small values that came
+    with a batch, and their stamp.
     """
 
     def __init__(self, seed: int) -> None:
@@ -101,6 +102,7 @@ class Clients:
         self.undo: dict[Key, Callable[[str], Any]] = {}
         self.reading: dict[Key, tuple[Part, list[int], bool]] = {}
         self.pinned: dict[Key, tuple[m.Rows, Sequence[Any], list[int], Found]] = {}
+        self.came: list[tuple[int, list[int], Found]] = []
         self.permits: dict[Key, Callable[[], set[int]]] = {}
         self.acts: list[tuple[str, Act]] = []
         for _ in range(3):
@@ -280,6 +282,15 @@ class Clients:
             for row, value in zip(positions, table[:, 0].tolist(), strict=True):
                 found[samples[row]][name] = value
         return found
+
+    def check_came(self) -> None:
+        """What came with a batch, and has its stamp still, is what a read gives."""
+        assert self.front.unit is not None
+        changes = self.front.unit._changes
+        assert changes is not None
+        self.came = [each for each in self.came if changes.stamp(np.array(each[1])) == each[0]]
+        for _, samples, found in self.came:
+            assert self.read("auditor", samples, sorted(found[samples[0]])) == found
 
     def read(self, who: str, samples: Sequence[int], names: Sequence[str]) -> Found:
         call = self.send(who, m.Read(self.number(who), p.pack_indexes(samples), list(names)))

@@ -202,7 +202,8 @@ class Story(Clients):
         size = self.sizes[task] if plan.dp_size else draw.randint(1, 3)
         fetch = p.Fetch(
             self.number(who), name, task, plan.fields, size, rank, index, plan.dp_size, draw.choice(WAITS),
-            with_values=draw.random() < 0.7, mapped=draw.random() < 0.5 and bool(self.config["pages"]),
+            with_values=draw.random() < 0.5, mapped=draw.random() < 0.5 and bool(self.config["pages"]),
+            small_values=draw.random() < 0.5,
         )  # fmt: skip
         self.send(who, fetch, then=self.fetched)
 
@@ -246,6 +247,13 @@ class Story(Clients):
         assert tags_of(reply) == {index: tags for index in samples if (tags := part.samples[index].tags)}
         if fetch.with_values:
             self.check_values(call, samples, {i: {n: part.values[i][n] for n in fetch.fields} for i in samples})
+        elif call.answer is not None and call.answer.frames:
+            header, *frames = call.answer.frames
+            rows = m.decode_answer(header, m.Rows)
+            assert (fetch.small_values, rows.pinned) == (True, False)
+            found = self.rows(rows, frames, samples)
+            assert found == {i: {n: part.values[i][n] for n in fetch.fields} for i in samples}
+            self.came.append((rows.stamp, samples, found))
         if turn.key is None:
             view, num_resets = part.view(fetch.task), part.view(fetch.task).num_resets
             self.reading[key] = part, samples, False
@@ -445,6 +453,8 @@ class Story(Clients):
         assert plane is not None
         plane.check_invariants()
         self.front.calls.check_invariants()
+        if self.config["pages"]:
+            self.check_came()
         assert self.clients.keys() >= set(self.front.calls.clients()), "nothing is held by the dead"
         for name, part in self.parts.items():
             live = part.live()

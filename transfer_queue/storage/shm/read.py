@@ -28,15 +28,17 @@ class ReadResult:
         self.columns: dict[str, list[tuple[Positions, WireColumn]]] = {name: [] for name in fields}
         """By field, the wire columns and the positions of the batch that they fill."""
 
-    async def read(self, units: UnitDirectory, indexes: IntArray, places: Places, timeout_s: float) -> None:
-        """Ask every unit for its share of these samples' fields, then wait for all answers.
+    async def read(
+        self, units: UnitDirectory, indexes: IntArray, places: Places, timeout_s: float, alone: bool = False
+    ) -> None:
+        """Ask every unit for its share of these samples' fields, then wait for all answers. ``alone``: see ``Read``.
 
         Raises:
             UnitLostError: a unit has ended; names the samples and fields that were lost with it.
         """
         shares = shares_of(len(indexes), list(self.columns), places)
         try:
-            await self._read(units, indexes, shares, timeout_s)
+            await self._read(units, indexes, shares, timeout_s, alone)
         except QueueUnreachableError:
             lost = await units.lost_among(number for number, _, _ in shares)
             if not lost:
@@ -47,12 +49,15 @@ class ReadResult:
                     values.setdefault(name, []).extend(indexes[at].tolist())
             raise values_lost(values) from None
 
-    async def _read(self, units: UnitDirectory, indexes: IntArray, by_number: list[Share], timeout_s: float) -> None:
+    async def _read(
+        self, units: UnitDirectory, indexes: IntArray, by_number: list[Share], timeout_s: float, alone: bool
+    ) -> None:
         shares = [(await units.connection(number), at, fields) for number, at, fields in by_number]
         await decide_paths(unit for unit, _, _ in shares)
         calls = []
         for unit, at, fields in shares:
-            read = Read(self._session.number(), pack_indexes(indexes[at]), fields, unit.arena is not None)
+            mapped = unit.arena is not None
+            read = Read(self._session.number(), pack_indexes(indexes[at]), fields, mapped, alone=alone)
             calls.append((unit.peer, read, ()))
         try:
             answers = await self._session.call_many(calls, timeout_s)

@@ -83,12 +83,12 @@ class SharedMemoryManager(StorageManager):
         if self._units.own is not None:
             self._own, self.front = self._units.own, self
 
-    async def in_several_units(self) -> bool:
+    async def in_several_units(self, fresh: bool = False) -> bool:
         if self.front is None:
             return True
         if (await self.session.config()).listen is None:  # no unit can join
             return False
-        return len(await self._units.all(fresh=False)) > 1
+        return len(await self._units.all(fresh)) > 1
 
     def prepare(self, data: TensorDict | GivenRows) -> MemoryColumns:
         """Return every column, ready to be written; nothing is copied yet. Raises ValueError for unsupported values."""
@@ -214,7 +214,7 @@ class SharedMemoryManager(StorageManager):
             return unpack({}, len(wanted), layout, self._allow_pickle)
         result = ReadResult(self.session, names)
         try:
-            await result.read(self._units, wanted, units or {}, self._timeout_s)
+            await result.read(self._units, wanted, units or {}, self._timeout_s, alone=units is None)
             values = self._unpacked(result, len(wanted), layout)
             await result.close()
         except BaseException:  # not "finally", which a Ctrl-C would end before its work is done

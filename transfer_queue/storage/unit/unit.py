@@ -97,6 +97,7 @@ class StorageUnit:
         self._file = file
         self._arenas = [each for each in (arena, file) if each is not None]
         self._changes = None if arena is None else arena.changes
+        self._has_others = False
         self._blocks = BlockStore(self._allocate, file=file)
         self._leased_nbytes = self._uncommitted_nbytes = 0
         self._uncommitted: dict[UncommittedWrite, None] = {}
@@ -219,6 +220,8 @@ class StorageUnit:
 
     def read(self, call: Call, request: Read) -> Reply | Steps:
         """The values, with those that travel in the message as the call's ``values``. The call pins the others."""
+        if request.alone and self._has_others:
+            raise StorageKeyNotFoundError("another server has joined the queue, and may hold these values: read again.")
         try:
             return self._rows_or_wait(call, request)
         except StorageKeyNotFoundError:
@@ -249,8 +252,9 @@ class StorageUnit:
             return None
         return structs.replace(self._rows(call, located, False), stamp=self._changes.stamp(wanted))
 
-    def end_stamps(self) -> None:
+    def others_join(self) -> None:
         """Other units may hold newer values from now on, so no reader can see here whether values have changed."""
+        self._has_others = True
         if self._changes is not None:
             self._changes.count_all()
             self._changes = None
