@@ -100,6 +100,14 @@ def test_what_came_with_a_batch_that_is_given_up_makes_room_for_others(client, n
     assert exchanges(client, lambda: client.get_data(meta)) == []
 
 
+def test_another_client_reads_what_is_in_its_own_queue(queue, client, name):
+    client.put({"x": torch.arange(2)}, partition_id=name)
+    meta, other = client.get_meta(["x"], 2, name, task_name="t"), client_of(queue, "other")
+    assert exchanges(other, lambda: other.get_data(meta)) == [["Read"]]
+    assert exchanges(client, lambda: client.get_data(meta)) == []
+    other.close()
+
+
 def test_values_of_more_than_16_kib_come_when_they_are_read(client, name):
     client.put({"x": torch.ones(2, 4096)}, partition_id=name)
     for count, asked in ((1, []), (2, [["Read"]])):

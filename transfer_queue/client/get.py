@@ -286,7 +286,10 @@ class Gets(ClientBase):
     def _came_along(self, meta: BatchMeta, layout: str | None) -> TensorDict | None:
         """The values, if they came with exactly this metadata and are still those."""
         front, batches = self.storage_manager.front, meta.unread
-        if front is None or len(batches) != 1 or not (values := batches[0].take_values(meta.global_indexes)):
+        if front is None or len(batches) != 1:
+            return None
+        values = batches[0].take_values(meta.global_indexes, self._with_values)
+        if not values:
             return None
         data = front.decode_small(values[0], values[1:], meta, layout)
         if data is not None:

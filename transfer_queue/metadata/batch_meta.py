@@ -509,9 +509,9 @@ class UnreadBatch:
         self._rows, self._values, self._waiting = tuple(indexes), values, waiting
         waiting.add(self._call)
 
-    def take_values(self, indexes: Iterable[int]) -> Sequence[memoryview]:
-        """What came along, once; nothing for other rows than all of them in their order."""
-        if not self._values or self._rows != tuple(indexes):
+    def take_values(self, indexes: Iterable[int], waiting: set[int]) -> Sequence[memoryview]:
+        """What came along to the client with this set, once; nothing for other rows than all of them in their order."""
+        if not self._values or waiting is not self._waiting or self._rows != tuple(indexes):
             return ()
         values, self._values = self._values, ()
         self._waiting.discard(self._call)

@@ -13,9 +13,10 @@ import numpy as np
 
 from transfer_queue.storage.wire import IntArray
 
-_COUNTERS = mmap.PAGESIZE // 8
-_NEIGHBOURS = 64
-"""So many samples that were put together have one counter."""
+_LAST = mmap.PAGESIZE // 8 - 1
+"""Of the counters, whose number is a power of two."""
+_NEIGHBOURS = 6
+"""As a power of two: how many samples in a row have one counter."""
 
 
 class Changes:
@@ -38,7 +39,7 @@ class Changes:
 
     def count(self, indexes: IntArray) -> None:
         """Values of these samples are replaced or deleted, in the turn that this is part of."""
-        self._counts[indexes // _NEIGHBOURS % _COUNTERS] += 1
+        self._counts[indexes >> _NEIGHBOURS & _LAST] += 1
 
     def count_all(self) -> None:
         """From now on, nobody may rely on what was given before."""
@@ -46,4 +47,4 @@ class Changes:
 
     def stamp(self, indexes: IntArray) -> int:
         """Where it is the same again, all values of these samples are what they were."""
-        return int(self._counts[indexes // _NEIGHBOURS % _COUNTERS].sum())
+        return int(self._counts[indexes >> _NEIGHBOURS & _LAST].sum())

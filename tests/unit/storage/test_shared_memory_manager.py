@@ -175,7 +175,7 @@ def test_a_read_asks_for_each_field_once():
     with pytest.raises(Exception):  # noqa: B017, PT011 (the answer holds no values)
         run_blocking(manager.read(RowsOf([1], ["b", "a", "b"]), None, None))
     (read,) = [request for asks, _ in session.asked for _, request, _ in asks]
-    assert read == Read(1, np.array([1]).tobytes(), ["a", "b"])
+    assert read == Read(1, np.array([1]).tobytes(), ["a", "b"], alone=True)
 
 
 def test_what_a_read_pinned_is_released():
