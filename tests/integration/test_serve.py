@@ -169,16 +169,24 @@ def test_a_server_that_leaves_takes_its_values_along_by_name(serve, keys):
     assert client.get_data(meta)["x"].shape[0] == 16
 
 
-def test_what_came_with_a_batch_before_a_server_joined_is_read_where_it_was_replaced(serve, keys):
+def test_what_came_with_a_batch_before_a_server_joined_is_read_where_it_was_replaced_or_lost(serve, keys):
     local, remote = addresses(serve(*LISTEN, "--key-file", keys))
     early = client_of(tq.init({"address": local, "key_file": keys}), "early")
     tq.close()
-    early.put({"x": torch.arange(4)}, partition_id="p")
-    meta = early.get_meta(["x"], 4, "p", task_name="t")
-    second = addresses(serve(*LISTEN, "--key-file", keys, "--join", remote))
-    join(second[0], keys).put({"x": torch.arange(10, 14)}, metadata=meta)
+    early.put({"x": torch.arange(8)}, partition_id="p")
+    meta, staying = (early.get_meta(["x"], 4, "p", task_name="t") for _ in range(2))
+    second = serve(*LISTEN, "--key-file", keys, "--join", remote)
+    join(addresses(second)[0], keys).put({"x": torch.arange(10, 14)}, metadata=meta)
     assert early.get_data(meta)["x"].tolist() == [10, 11, 12, 13]
-    early.close()
+    second.terminate()
+    assert second.wait() == 0
+    tq.close()
+    late = client_of(tq.init({"address": local, "key_file": keys}), "late")
+    for client in (early, late):
+        assert client.get_data(staying)["x"].tolist() == [4, 5, 6, 7]
+        with pytest.raises(tq.UnitLostError, match="field 'x' of 4 samples"):
+            client.get_data(meta)
+        client.close()
 
 
 def test_groups_whose_heads_left_with_a_server_let_others_pass_and_are_named(serve, keys):

@@ -13,7 +13,7 @@ import torch
 from calls import exchanges
 
 import transfer_queue as tq
-from tests.integration.faults import client_of
+from tests.integration.faults import client_of, comes_true
 
 Client = tq.TransferQueueClient
 ROWS = 6
@@ -106,6 +106,20 @@ def test_another_client_reads_what_is_in_its_own_queue(queue, client, name):
     assert exchanges(other, lambda: other.get_data(meta)) == [["Read"]]
     assert exchanges(client, lambda: client.get_data(meta)) == []
     other.close()
+
+
+def test_what_came_along_keeps_none_of_the_queue_s_memory(queue, client, name):
+    def in_use() -> int:
+        return int(client.get_storage_stats()[0]["arena_nbytes"])
+
+    before, idle = in_use(), client_of(queue, "idle")
+    client.put({"x": torch.ones(512, 1024)}, partition_id=name)
+    meta = idle.get_meta(["x"], 4, name, task_name="t")
+    client.clear_partition(name)
+    assert comes_true(lambda: in_use() <= before)
+    with pytest.raises(tq.StorageKeyNotFoundError):
+        idle.get_data(meta)
+    idle.close()
 
 
 def test_values_of_more_than_16_kib_come_when_they_are_read(client, name):

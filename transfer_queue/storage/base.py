@@ -192,7 +192,7 @@ class StorageManager(ABC):
         """Delete all fields of these samples. Unknown samples are no error."""
 
     async def in_several_units(self, fresh: bool = False) -> bool:
-        """Whether the values may lie in several storage units, so that a read has to say in which ones.
+        """Whether the values may lie in several storage units, or did, so that a read has to say in which ones.
 
         ``fresh``: ask, although it was asked a moment ago.
         """

@@ -43,6 +43,11 @@ class UnitDirectory:
         """Whether the only unit is one of its own, so no controller lists any."""
         return 0 in self._connections and not self._infos and self.own is None
 
+    @property
+    def had_others(self) -> bool:
+        """Whether a unit has ever been listed beside the controller's own, which may hold what was replaced there."""
+        return self._version > 1
+
     async def connection(self, number: int) -> UnitConnection:
         """Raises UnitLostError for a unit that has ended."""
         if number not in self._connections:

@@ -88,7 +88,8 @@ class SharedMemoryManager(StorageManager):
             return True
         if (await self.session.config()).listen is None:  # no unit can join
             return False
-        return len(await self._units.all(fresh)) > 1
+        await self._units.all(fresh)
+        return self._units.had_others
 
     def prepare(self, data: TensorDict | GivenRows) -> MemoryColumns:
         """Return every column, ready to be written; nothing is copied yet. Raises ValueError for unsupported values."""

@@ -221,7 +221,9 @@ class StorageUnit:
     def read(self, call: Call, request: Read) -> Reply | Steps:
         """The values, with those that travel in the message as the call's ``values``. The call pins the others."""
         if request.alone and self._has_others:
-            raise StorageKeyNotFoundError("another server has joined the queue, and may hold these values: read again.")
+            raise StorageKeyNotFoundError(
+                "another server has joined this queue, and may hold newer values: use the client's get_data()."
+            )
         try:
             return self._rows_or_wait(call, request)
         except StorageKeyNotFoundError:
@@ -251,7 +253,9 @@ class StorageUnit:
             return None
         if sum([column.rows_nbytes(rows) for _, column, _, rows in located]) > SMALL_NBYTES:
             return None
-        return structs.replace(self._rows(call, located, False), stamp=self._changes.stamp(wanted))
+        rows = structs.replace(self._rows(call, located, False), stamp=self._changes.stamp(wanted))
+        call.values = [memoryview(each).tobytes() for each in call.values]  # a copy keeps no block while it is kept
+        return rows
 
     def others_join(self) -> None:
         """Other units may hold newer values from now on, so no reader can see here whether values have changed."""
