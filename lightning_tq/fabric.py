@@ -166,6 +166,7 @@ class FabricLoader:
         self._next_epoch = self.epoch = int(state["epoch"])
         if self._reader.progress.partition is not None:  # it is set back after batches that it has drawn itself
             self.partitions_at_start = drawn_batches(self.client, self._reader.stream.task)
+            self._reader.progress.partition = None
         if state["position"]:
             position = Position.from_dict(state["position"], self._reader.label)
             self._reader.progress.restore(position, int(state.get("taken", 0)))

@@ -256,7 +256,7 @@ class Progress:
         Args:
             taken: Micro-batches of that epoch so far. Only Fabric needs it; a Trainer counts them itself.
         """
-        self.position, self._trained_to, self.partition = position, None, None
+        self.position, self._trained_to = position, None
         self._trained.clear()
         self._stepped.clear()  # the next iterator acknowledges those before the position
         self.taken = self._taken_before = taken
