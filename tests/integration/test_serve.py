@@ -189,6 +189,30 @@ def test_what_came_with_a_batch_before_a_server_joined_is_read_where_it_was_repl
         client.close()
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_client_of_a_server_that_is_started_again_is_one_of_the_new_queue(serve, tmp_path, number):
+    first = serve("--directory", str(tmp_path / "d"))
+    conf = tq.init({"address": addresses(first)[0]})
+    client = client_of(conf, "lives on")
+    tq.close()
+    client.put({"x": torch.ones(4, 100_000)}, partition_id="p")
+    first.send_signal(number)
+    first.wait()
+    assert addresses(serve("--directory", str(tmp_path / "d"))) == [conf.address]
+    with pytest.raises(tq.QueueUnreachableError, match="has ended"):
+        client.get_partition_list()
+    client.put({"x": torch.full((4, 100_000), 5.0)}, partition_id="p")
+    other = client_of(conf, "other")
+    data = other.get_data(other.get_meta(["x"], 4, "p", task_name="t"))
+    assert data["x"].values().unique().tolist() == [5.0]
+    client.put({"y": torch.zeros(4)}, partition_id="q")
+    meta = client.get_meta(["y"], 4, "q", task_name="t")
+    other.put({"y": torch.ones(4)}, metadata=meta)
+    assert client.get_data(meta)["y"].tolist() == [1.0] * 4
+    for each in (client, other):
+        each.close()
+
+
 def test_groups_whose_heads_left_with_a_server_let_others_pass_and_are_named(serve, keys):
     local, remote = addresses(serve(*LISTEN, "--key-file", keys))
     second = serve(*LISTEN, "--key-file", keys, "--join", remote)

@@ -50,8 +50,6 @@ class ClientBase:
         self._storage: StorageManager | None = None
         self._storage_args: tuple[str, dict[str, Any]] | None = None
         self._caller: Any = None
-        self._with_values: set[int] = set()
-        """Fetches whose values came along and wait to be read."""
 
     def initialize_storage_manager(self, manager_type: str, config: Mapping[str, Any], **settings: Any) -> None:
         """Choose the backend; ``config`` is its section of a running queue's configuration."""
@@ -62,6 +60,8 @@ class ClientBase:
         assert self._storage_args is not None
         self._storage = StorageManagerFactory.create(self._storage_args[0], self.session, self._storage_args[1])
         self._caller = self.session.caller
+        self._with_values: set[int] = set()
+        """Fetches of this session whose values came along and wait to be read."""
 
     @property
     def storage_manager(self) -> StorageManager:

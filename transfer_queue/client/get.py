@@ -288,8 +288,8 @@ class Gets(ClientBase):
         front, batches = self.storage_manager.front, meta.unread
         if front is None or len(batches) != 1:
             return None
-        values = batches[0].take_values(meta.global_indexes, self._with_values)
-        if not values:
+        values = batches[0].take_values(meta.global_indexes, meta.field_names, self._with_values)
+        if values is None:
             return None
         data = front.decode_small(values[0], values[1:], meta, layout)
         if data is not None:

@@ -501,20 +501,26 @@ class UnreadBatch:
         self._read = set() if read is None else read
         self._left = set(indexes)
         self._rows: tuple[int, ...] = ()
-        self._values: Sequence[memoryview] = ()
+        self._values: list[Sequence[memoryview]] = []
         self._waiting: set[int] = set()
 
     def keep_values(self, indexes: Iterable[int], values: Sequence[memoryview], waiting: set[int]) -> None:
         """These came along, for these rows. While they are kept, ``call`` is in ``waiting``."""
-        self._rows, self._values, self._waiting = tuple(indexes), values, waiting
+        self._rows, self._waiting = tuple(indexes), waiting
+        self._values.append(values)
         waiting.add(self._call)
 
-    def take_values(self, indexes: Iterable[int], waiting: set[int]) -> Sequence[memoryview]:
-        """What came along to the client with this set, once; nothing for other rows than all of them in their order."""
-        if not self._values or waiting is not self._waiting or self._rows != tuple(indexes):
-            return ()
-        values, self._values = self._values, ()
-        self._waiting.discard(self._call)
+    def take_values(
+        self, indexes: Iterable[int], fields: Iterable[str], waiting: set[int]
+    ) -> Sequence[memoryview] | None:
+        """What came along to the session with this set, once; nothing for other rows than all in their order."""
+        if waiting is not self._waiting or self._rows != tuple(indexes) or self._fields != set(fields):
+            return None
+        try:
+            values = self._values.pop()  # one step, as other threads may do so
+        except IndexError:
+            return None
+        waiting.discard(self._call)
         return values
 
     def was_read(self, indexes: Iterable[int], fields: Iterable[str]) -> None:

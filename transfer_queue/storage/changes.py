@@ -23,13 +23,15 @@ class Changes:
     """Counters of replaced and deleted values. Those of several samples may be one, so some count for others, too."""
 
     def __init__(self, descriptor: int | None = None) -> None:
-        """Map the page of a descriptor, which may be closed then, or make one. Raises OSError or ValueError."""
+        """Map the page of a descriptor, to read it, or make one. Raises OSError or ValueError."""
         self.descriptor = -1
         """That of a page that was made here; it is gone with the last process that maps it."""
+        prot = mmap.PROT_READ
         if descriptor is None:
             descriptor = self.descriptor = os.memfd_create("transfer-queue-changes", os.MFD_CLOEXEC)
             os.ftruncate(descriptor, mmap.PAGESIZE)
-        self._counts = np.frombuffer(mmap.mmap(descriptor, mmap.PAGESIZE), np.int64)
+            prot |= mmap.PROT_WRITE
+        self._counts = np.frombuffer(mmap.mmap(descriptor, mmap.PAGESIZE, prot=prot), np.int64)
 
     def close(self) -> None:
         """Close the descriptor. Idempotent."""

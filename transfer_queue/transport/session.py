@@ -150,6 +150,8 @@ class Session:
             QueueUnreachableError: no server answers at the address.
         """
         self.follow_fork()
+        if self.controller.address in self.caller.lost:  # whatever answers there now knows nothing of this session
+            self.renew(self.caller)
         if self._config is None:
             self._config = await self._greet()
         return self._config
