@@ -30,6 +30,7 @@ class LocalCaller:
     def __init__(self, handlers: Mapping[str, Handler], client_id: str) -> None:
         self._handlers = handlers
         self._client_id = client_id
+        self.lost: set[str] = set()
         self._route = next(_routes).to_bytes(8, "little")
         self._waiting: dict[int, concurrent.futures.Future[Message]] = {}
         self._known: dict[str, Handler] = {}

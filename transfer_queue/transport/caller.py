@@ -62,7 +62,7 @@ class SocketCaller:
         self._lock = threading.Lock()
         # Kept here, so that no connection is closed because Ctrl-C lost it elsewhere.
         self.lost: set[str] = set()
-        """Addresses of servers that have ended, or have ended this client's session: a connection to them broke."""
+        """Addresses of servers of this host that have ended, or have ended this client's session."""
         self._made: set[Connection] = set()
         self._idle: dict[str, list[Connection]] = {}
         self._loop_connections: dict[tuple[int, str], LoopConnection] = {}
@@ -190,7 +190,8 @@ class SocketCaller:
 
     def _discard(self, connection: Connection) -> None:
         """Close a broken connection, and the idle ones to the same server, which are broken as well."""
-        self.lost.add(connection.peer.address)
+        if connection.peer.address.startswith("ipc://"):  # on others a session outlives its connection for a while
+            self.lost.add(connection.peer.address)
         self._made.discard(connection)
         connection.close()
         self._close_all(self._idle.get(connection.peer.address, []))

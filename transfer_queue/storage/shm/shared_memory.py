@@ -84,9 +84,9 @@ class SharedMemoryManager(StorageManager):
             self._own, self.front = self._units.own, self
 
     async def in_several_units(self, fresh: bool = False) -> bool:
-        if self.front is None:
+        if self.front is None or self._units.had_others:
             return True
-        if (await self.session.config()).listen is None:  # no unit can join
+        if not fresh and (await self.session.config()).listen is None:  # no other host's unit can join
             return False
         await self._units.all(fresh)
         return self._units.had_others
