@@ -231,6 +231,20 @@ def test_values_of_a_frozen_queue_are_deleted_when_the_session_that_froze_it_end
     assert (me.gone(), other.gone(), held(front)) == ([], [], NOTHING)
 
 
+def test_a_save_reads_what_was_cleared_though_the_writer_that_had_reserved_its_key_has_died(front):
+    dies, saves = Client(front, "dies"), Client(front, "saves")
+    dies.one(p.ResolveKeys(dies.number(), "p", ["k"], True, True, {"y": p.FieldSpec("uint8", (1,))}, 0.0, ["y"]))
+    ((_, put, _),) = dies.put([7], begin=dies.keys("k"))
+    (sample,) = samples_of(put)
+    dies.one(p.ListPartitions(dies.number()), received=[put.id])
+    frozen = saves.one(p.Freeze(saves.number()))
+    saves.one(p.ClearSamples(saves.number(), "p", p.pack_indexes([sample])))
+    dies.gone()
+    assert saves.values([sample]) == {sample: 7}
+    saves.one(p.Thaw(saves.number(), frozen.id))
+    assert front.unit.stats().samples == 0
+
+
 def test_a_restore_deletes_what_was_there_before(me, front):
     me.stored([7])
     frozen = me.one(p.Freeze(me.number()))
