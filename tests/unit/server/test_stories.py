@@ -291,11 +291,14 @@ class Story(Clients):
     # ---- partitions ----
 
     def tags(self, who: str) -> None:
-        for name, part in self.parts.items():
+        for name, part in list(self.parts.items()):
             tags = {index: {"n": self.draw.randint(0, 9)} for index in part.live()[:2]}
-            self.ask(who, p.SetTags(self.number(who), {name: tags}, True), p.Done)
-            for index, own in tags.items():
-                part.samples[index].tags.update(own)
+
+            def tagged(call: Call, reply: Any, part: Part = part, tags: dict[int, dict[str, int]] = tags) -> None:
+                for index, own in tags.items():  # before those of puts that waited and are answered in the same turn
+                    part.samples[index].tags.update(own)
+
+            self.ask(who, p.SetTags(self.number(who), {name: tags}, True), p.Done, then=tagged)
 
     def changes(self, who: str) -> None:
         """One of the verbs that change a partition."""
