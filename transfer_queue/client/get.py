@@ -142,7 +142,7 @@ class Gets(ClientBase):
         fetch = fetch_request(fields, batch_size or 0, partition_id, task_name, sampling_config, wait_s)
         where = fetch.where if where is None else where
         front = self.storage_manager.front
-        small = front is not None and len(self._with_values) < _MOST_WITH_VALUES and await front.sees_changes()
+        small = front is not None and len(self._with_values) < _MOST_WITH_VALUES and await front.decide_mapping()
         number = self.session.number()
         fetch = msgspec.structs.replace(fetch, id=number, adds=added, where=where, small_values=small)
         reply, frames = await self._fetched(fetch)
@@ -266,22 +266,24 @@ class Gets(ClientBase):
             return TensorDict({}, batch_size=[0])
         common = common_dtypes(metadata.field_schema, metadata.global_indexes)
         await self.session.config()
-        storage, units = self.storage_manager, None
         data = self._came_along(metadata, layout)
-        if data is not None:
-            return relaid(data, layout or storage.layout, common) if common else data
+        if data is None:
+            data = await self._read_there(metadata, layout)
+        return relaid(data, layout or self.storage_manager.layout, common) if common else data
+
+    async def _read_there(self, meta: BatchMeta, layout: str | None) -> TensorDict:
+        """The values, from where they lie now."""
+        storage, units = self.storage_manager, None
         if await storage.in_several_units():
-            units = await self._places(metadata, metadata.field_names)
+            units = await self._places(meta, meta.field_names)
         try:
-            data = await self._read(metadata, units, layout)
+            return await self._read(meta, units, layout)
         except StorageKeyNotFoundError:  # they may be in another unit, which has joined, or which has ended
             if units is None and await storage.in_several_units(fresh=True):
-                data = await self._read(metadata, await self._places(metadata, metadata.field_names), layout)
-            else:
-                for part in metadata.chunk_by_partition():
-                    await self._check_lost(part.partition_ids[0], part.field_names, part.global_indexes)
-                raise
-        return relaid(data, layout or storage.layout, common) if common else data
+                return await self._read(meta, await self._places(meta, meta.field_names), layout)
+            for part in meta.chunk_by_partition():
+                await self._check_lost(part.partition_ids[0], part.field_names, part.global_indexes)
+            raise
 
     def _came_along(self, meta: BatchMeta, layout: str | None) -> TensorDict | None:
         """The values, if they came with exactly this metadata and are still those."""

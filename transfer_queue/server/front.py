@@ -410,11 +410,11 @@ class _ComposedCalls:
         if fetch.with_values:
             return self._with_values(call, fetch, drawn)
         if fetch.small_values:
-            return self._small_once_drawn(call, fetch, drawn) if isinstance(drawn, Wait) else self._small(call, drawn)
+            return self._small_once_drawn(call, drawn) if isinstance(drawn, Wait) else self._small(call, drawn)
         return drawn
 
-    def _small_once_drawn(self, call: Call, fetch: p.Fetch, drawn: Wait) -> Steps:
-        return self._small(call, (yield from replied(drawn)))
+    def _small_once_drawn(self, call: Call, drawn: Wait) -> Steps:
+        return self._small(call, (yield drawn))
 
     def _small(self, call: Call, batch: p.Reply) -> p.Reply:
         """This batch, with its values if they are few bytes."""

@@ -64,9 +64,6 @@ class InFront(Protocol):
     ) -> TensorDict:
         """Return the values that arrived with a batch of ``count`` samples."""
 
-    async def sees_changes(self) -> bool:
-        """Return whether this process sees that values have changed, so small ones may come before they are read."""
-
     def decode_small(
         self, header: Any, frames: Sequence[memoryview], metadata: HasRows, layout: str | None
     ) -> TensorDict | None:
@@ -76,7 +73,10 @@ class InFront(Protocol):
         """Release the memory that this call pinned or leased."""
 
     async def decide_mapping(self) -> bool:
-        """Return whether this process has mapped the arena, so answers may point into it. Decided once."""
+        """Return whether this process has mapped the arena, so answers may point into it. Decided once.
+
+        If so, it also sees whether values have changed, so small ones may come before they are read.
+        """
 
 
 class StorageManager(ABC):

@@ -60,9 +60,9 @@ class SocketCaller:
         self._closed = False
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        # Kept here, so that no connection is closed because Ctrl-C lost it elsewhere.
         self.lost: set[str] = set()
         """Addresses of servers of this host that have ended, or have ended this client's session."""
+        # Kept here, so that no connection is closed because Ctrl-C lost it elsewhere.
         self._made: set[Connection] = set()
         self._idle: dict[str, list[Connection]] = {}
         self._loop_connections: dict[tuple[int, str], LoopConnection] = {}

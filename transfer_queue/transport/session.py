@@ -150,7 +150,7 @@ class Session:
             QueueUnreachableError: no server answers at the address.
         """
         self.follow_fork()
-        if self.controller.address in self.caller.lost:  # whatever answers there now knows nothing of this session
+        if self.controller.address in self.caller.lost:  # what answers there now knows nothing of this session
             self.renew(self.caller)
         if self._config is None:
             self._config = await self._greet()

@@ -85,8 +85,9 @@ def map_arena(address: str) -> tuple[View | None, Changes | None]:
     if not descriptors:
         return None, None
     try:
-        changes = Changes(descriptors[1])
-        memory, *file = [np.frombuffer(mmap.mmap(each, 0), np.uint8) for each in descriptors[:1] + descriptors[2:]]
+        *memories, page = descriptors
+        changes = Changes(page)
+        memory, *file = [np.frombuffer(mmap.mmap(each, 0), np.uint8) for each in memories]
     except (OSError, ValueError, OverflowError):  # for example a limit on addresses; frames work everywhere
         return None, None
     finally:

@@ -125,9 +125,6 @@ class SharedMemoryManager(StorageManager):
             raise
         return values
 
-    async def sees_changes(self) -> bool:
-        return self._own.changes is not None or (await self.decide_mapping() and self._own.changes is not None)
-
     def decode_small(
         self, header: Any, frames: Sequence[memoryview], metadata: HasRows, layout: str | None
     ) -> TensorDict | None:

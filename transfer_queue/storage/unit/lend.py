@@ -89,7 +89,7 @@ def lend_arena(server: SocketServer, file: SpillFile | None = None) -> Arena | N
         ends.callback(arena.close)
         arena.changes = Changes()
         ends.callback(arena.changes.close)
-        lent: list[Arena | Changes] = [arena, arena.changes, *([] if file is None else [file])]
+        lent: list[Arena | Changes] = [arena, *([] if file is None else [file]), arena.changes]
         lender = Lender(path, server.attend, [each.descriptor for each in lent])
     except OSError as error:  # such as a limit on addresses
         if not isinstance(error, FileNotFoundError):  # its directory has gone with the owner, and the server goes, too

@@ -245,11 +245,11 @@ class StorageUnit:
     def read_small(self, call: Call, indexes: bytes, fields: Sequence[str]) -> Rows | None:
         """All values with their stamp, where they are few bytes and the reader will see whether they have changed."""
         if self._changes is None or self._blocks.spilled_nbytes or len(indexes) * len(fields) > SMALL_NBYTES:
-            return None  # a value may be as large as its index; who counted many would keep others waiting
+            return None  # many values are not few bytes, and looking for them would keep others waiting
         wanted = unpack_indexes(indexes)
         try:
             located = self._blocks.locate(wanted, fields)
-        except StorageKeyNotFoundError:  # whoever reads them hears of it
+        except StorageKeyNotFoundError:  # a read will say so
             return None
         if sum([column.rows_nbytes(rows) for _, column, _, rows in located]) > SMALL_NBYTES:
             return None
