@@ -154,9 +154,12 @@ class FabricLoader:
         progress = self._reader.progress
         if self.ack_rule.ack != "step":
             progress.save()
-        position = {} if progress.position is None else progress.position.as_dict()
+        name = self.partition_of(self._reader)
+        position = progress.position or Position(
+            partition_id=name, batch_index=self._reader.acked_in(name), epoch=self.epoch
+        )
         left = list(dict.fromkeys([*self._left, *progress.unacknowledged()]))
-        return {"epoch": self.epoch, "position": position, "taken": progress.taken, "left": left}
+        return {"epoch": self.epoch, "position": position.as_dict(), "taken": progress.taken, "left": left}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next pass continues that epoch. It is empty if that epoch was read to its end."""

@@ -160,6 +160,10 @@ class StreamReader:
         tasks = self._run.client.get_stats()["partitions"].get(partition, {}).get("tasks", {})
         return int(tasks.get(self.stream.task, {}).get(name, 0))
 
+    def acked_in(self, partition: str) -> int:
+        """How many first batches of a partition were acknowledged, so that the task can't read them again."""
+        return self._statistic(partition, "settled")
+
     def leftover_text(self) -> str | None:
         """A message about samples that filled no last batch of the partition, or None."""
         partition = self.progress.partition
@@ -234,8 +238,7 @@ class StreamReader:
         resumed_in = self.progress.resumes_in(epoch)
         name = self._run.partition_of(self) if resumed_in is None else resumed_in
         replays = self.replay and resumed_in is None
-        # An ack covers all earlier batches, so the task can't read the first ones again.
-        acked = 0 if replays or self.stage != "train" else self._statistic(name, "settled")
+        acked = 0 if replays or self.stage != "train" else self.acked_in(name)
         first = Position(partition_id=name, batch_index=acked, epoch=epoch, **self._numbering)
         self._unfetched = None
         trained = self.progress.position

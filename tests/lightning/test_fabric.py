@@ -105,6 +105,25 @@ def test_a_loader_of_a_living_queue_that_is_set_back_keeps_what_it_is_to_read_ag
             assert [list(meta.global_indexes) for _, meta in batches] == [indexes[4:8], indexes[8:12], indexes[12:]]
 
 
+def test_a_state_from_before_the_first_batch_sets_the_loader_back_to_its_start(fabric: Fabric) -> None:
+    with FabricLoader(fabric, stream("train@{epoch}"), {"units": 1}) as first:
+        indexes = fill(first.client, "train@0", 12)
+        batches = [indexes[:4], indexes[4:8], indexes[8:]]
+        before_all = first.state_dict()
+        _, meta = next(iter(first))
+        first.client.ack(meta, "learn")
+        with FabricLoader(fabric, stream("train@{epoch}")) as loader:
+            start = loader.state_dict()
+            assert passes(loader) == [batches[1:]]
+            loader.load_state_dict(start)
+            assert loader.state_dict() == start
+            assert passes(loader) == [batches[1:]]
+        with FabricLoader(fabric, stream("train@{epoch}")) as other:
+            other.load_state_dict(before_all)
+            with pytest.raises(InvalidRequestError, match=r"the batches before 1 were acknowledged"):
+                passes(other)
+
+
 @pytest.mark.parametrize("options", [{}, {"replay": True}], ids=["once", "replay"])
 def test_a_resumed_pass_holds_the_rest_of_it(fabric: Fabric, options: dict[str, Any]) -> None:
     with FabricLoader(fabric, stream("train@{epoch}", **options), {"units": 1}, ack="never") as loader:
