@@ -237,7 +237,13 @@ def check_checkpoints(trainer: Trainer, train: Stream, dp_size: int, samples: in
 
 
 def fetches_ahead(trainer: Trainer, stream: Stream) -> bool:
-    """Whether Lightning fetches each training batch before it trains the previous one, as it does at unknown length."""
+    """Whether Lightning fetches each training batch before it trains the previous one, as it does at unknown length.
+
+    Before the fit has its loaders, nobody knows of one beside the stream whose length counts.
+    """
+    fetcher = trainer.fit_loop._data_fetcher
+    if fetcher is not None:
+        return fetcher.length is None
     return stream.num_batches is None and not isinstance(trainer.limit_train_batches, int)
 
 

@@ -11,8 +11,10 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities import CombinedLoader
 from producing import fill
-from recorders import Recorder
+from recorders import Both, Recorder
+from torch.utils.data import DataLoader
 
 from lightning_tq import PartitionSwitch, TQDataModule
 from tests.lightning.conftest import stream
@@ -441,19 +443,27 @@ def test_a_fit_that_stopped_within_an_epoch_resumes_with_the_rest_of_it(
     assert (fitted.current_epoch, fitted.global_step) == (3, 15 if accumulate == 1 else 9)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_batches": 3}], ids=["unknown", "known"])
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended:UserWarning")  # the loader beside it
+@pytest.mark.parametrize(
+    ("options", "beside"),
+    [({}, False), ({"num_batches": 3}, False), ({}, True)],
+    ids=["unknown", "known", "beside a loader of known length"],
+)
 def test_a_run_resumes_from_a_checkpoint_of_a_resumed_run(
-    data: Make, trainer: MakeTrainer, tmp_path: Path, options: dict[str, Any]
+    data: Make, trainer: MakeTrainer, tmp_path: Path, options: dict[str, Any], beside: bool
 ) -> None:
     """First from an epoch's last batch, then from the middle of the next epoch, which is as long as any other."""
     dm = data(train=stream("train" if options else "train@{epoch}", **options), ack="never")
+    if beside:
+        own = dm.train_dataloader
+        dm.train_dataloader = lambda: CombinedLoader([own(), DataLoader(range(20), batch_size=1)], "min_size")
     if options:
         indexes = fill(dm.client, "train", 40)
     else:
         indexes = [index for epoch in range(2) for index in fill(dm.client, f"train@{epoch}", 12)]
     trained = []
     for last, found in ((3, None), (5, "step=3.ckpt"), (-1, "step=5.ckpt")):
-        model = Recorder()
+        model = Both() if beside else Recorder()
         fitted = trainer(max_epochs=2, max_steps=last, callbacks=[Save(tmp_path)])
         fitted.fit(model, datamodule=dm, ckpt_path=found and tmp_path / found)
         trained.append((fitted.current_epoch, model.indexes()))

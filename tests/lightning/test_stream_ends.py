@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from producing import fill, rows
-from recorders import Recorder
+from recorders import Both, Recorder
 from torch.utils.data import DataLoader
 
 from lightning_tq import TQDataModule
@@ -167,13 +166,6 @@ def test_a_limit_that_the_stream_does_not_reach_is_reported(
     fill(dm.client, "train@0", 8)
     trainer(limit_train_batches=5).fit(Recorder(), datamodule=dm)
     assert "ended after 2 batches, but limit_train_batches expects 5" in caplog.text
-
-
-class Both(Recorder):
-    """Trains the first of two loaders."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return super().training_step(batch[0], batch_idx)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
