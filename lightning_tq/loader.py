@@ -129,6 +129,8 @@ class StreamReader:
         self._numbering = {**sizes, "groups": groups}  # what decides how batches are numbered
         self._unfetched: UnfetchedBatch | None = None
         self._just_acked: list[str] = []
+        self._began = 0
+        """The batch where the current iterator began."""
         self._noted: tuple[str, int] | None = None
         self._ended_in: tuple[str | None, int] = None, -1
         """Partition and epoch of the last end of batches that are not replayed. A CombinedLoader may begin anew."""
@@ -152,6 +154,12 @@ class StreamReader:
         """Seconds that the reader has waited for its current batch; 0 when it does not wait."""
         since = self.waiting_since
         return 0.0 if since is None else time.perf_counter() - since
+
+    def untrained_draws(self) -> int:
+        """Batches of the partition that were delivered, and are not completely in optimizer steps."""
+        at, trained = self.dataset.position, self.progress.position
+        is_here = trained is not None and trained.partition_id == at.partition_id
+        return at.batch_index - (trained.batch_index if trained is not None and is_here else self._began)
 
     def _statistic(self, partition: str | None, name: str) -> int:
         """A number of the queue's statistics about this stream's task in a partition. 0 for a record."""
@@ -249,6 +257,7 @@ class StreamReader:
             self.progress.check_next(first, existing, self.stream.pattern(self.stage))
         start = self.progress.begin(first, replays, existing, of_an_epoch)
         self.dataset.load_state_dict(start.as_dict())
+        self._began = start.batch_index
         self._ack_resumed()
         if not self.reads_queue:
             self.progress.left_partitions.clear()  # those of this name in the queue are not finished

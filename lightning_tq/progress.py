@@ -184,6 +184,8 @@ class Progress:
         """Batches of the partition that were trained completely and are not acknowledged yet."""
         self.resumed = False
         """Whether the current iterator started at a checkpoint's position, so that its epoch is shorter."""
+        self.draws_of_step = 0
+        """Batches that ended in the last optimizer step."""
         self.kept = 0
         """Batches of all partitions that were trained completely and are not acknowledged yet."""
         self.saved = 0
@@ -196,6 +198,7 @@ class Progress:
         self._waits = rule is not None and rule.ack != "step" and rule.keeps_checkpoints
         self._restored = False
         self._taken_before = 0
+        self._draws = 0  # that ended since the last optimizer step
         self._delivered: deque[tuple[Position, list[BatchMeta]]] = deque()
         self._trained_to: Position | None = None
         self._trained: NewestBatches = {}
@@ -235,7 +238,7 @@ class Progress:
             self.left_partitions.append(str(before))
         self.taken = 0 if self.resumes_in(first.epoch) is None else self._taken_before
         self.partition, self.epoch, self.resumed = first.partition_id, first.epoch, self._restored
-        self.trained = self.unstepped = self.batches_done = 0
+        self.trained = self.unstepped = self.batches_done = self._draws = 0
         self._delivered.clear()
         self._trained_to = None
         position = self.position
@@ -286,6 +289,7 @@ class Progress:
                 self.unstepped += 1
                 self.batches_done += len(completed)
                 self.kept += len(completed)
+                self._draws += len(completed)
                 self._trained.update({meta.partition_ids[0]: meta for meta in completed})
                 return
 
@@ -294,6 +298,7 @@ class Progress:
         if self._trained_to is not None:
             self.position, self._trained_to = self._trained_to, None
         self.unstepped = 0
+        self.draws_of_step, self._draws = self._draws, 0
         self._holds_all = False
         trained, self._trained = self._trained, {}
         self._stepped.setdefault(self.saved if self._waits else -1, {}).update(trained)

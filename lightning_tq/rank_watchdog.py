@@ -25,13 +25,13 @@ class RankGoneError(TransferQueueError, RuntimeError):
 class RankWatchdog:
     """Runs ``checks`` five times a second; the first exception that one returns stops the streams.
 
-    The main thread raises that exception at its next ``check()``. ``hint`` runs as often and only logs.
+    The main thread raises that exception at its next ``check()``. ``hint`` runs as often, and is the last check.
     """
 
     stuck_after_s = 60.0
     """Time for the main thread to call ``check()`` before this process ends."""
 
-    def __init__(self, checks: Sequence[Check], hint: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, checks: Sequence[Check], hint: Check = lambda: None) -> None:
         self.stopped = threading.Event()
         """Streams end once this is set."""
         self._checks = checks
@@ -45,13 +45,12 @@ class RankWatchdog:
 
     def _run(self) -> None:
         while not self._end.wait(_CHECK_EVERY_S):
-            error = self._found()
+            error = self._found() or self._hint()
             if error is not None:
                 self._error = error
                 self.stopped.set()
                 self._exit_if_stuck(error)
                 return
-            self._hint()
 
     def _found(self) -> BaseException | None:
         """What the first check that finds something returns."""

@@ -174,13 +174,17 @@ class Run:
     def announce(self, version: int) -> None:
         """Say on every rank which policy version trains now: groups that are leased from now on have it."""
         before, self.policy_version = self.policy_version, version
-        if not self.trainer.is_global_zero or not self.train_reader().reads_queue:
+        reader = self.train_reader()
+        if not reader.reads_queue:
             return
-        stream = self.train_reader().stream
-        is_first = before is None or version < before  # of this run, which may follow one that had come further
-        self.client.advance(self.switch.pattern(stream, "train"), version, resumed=is_first)
-        if is_first and stream.draws_groups:  # if it resumes, leases have waited for this
-            stream.register(self.client, self.topology.dp_size)
+        stream = reader.stream
+        if self.trainer.is_global_zero:
+            is_first = before is None or version < before  # of this run, which may follow one that had come further
+            self.client.advance(self.switch.pattern(stream, "train"), version, resumed=is_first)
+            if is_first and stream.draws_groups:  # if it resumes, leases have waited for this
+                stream.register(self.client, self.topology.dp_size)
+        if stream.bounds_staleness:  # before another rank frees its slots of this step for groups of the last version
+            self.trainer.strategy.barrier("lightning_tq_version")
 
     @property
     def overfits(self) -> bool:

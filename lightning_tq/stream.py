@@ -213,6 +213,11 @@ class Stream:
         return isinstance(self.sampler, GroupSampler)
 
     @property
+    def bounds_staleness(self) -> bool:
+        """Whether no group may be trained that is older than the sampler's ``max_staleness``."""
+        return isinstance(self.sampler, GroupSampler) and self.sampler.bound is not None
+
+    @property
     def clearing_tasks(self) -> list[str]:
         """Tasks that must be done with a sample before ``clear_consumed`` deletes it. Empty: it deletes nothing."""
         if self.clear_consumed is False:

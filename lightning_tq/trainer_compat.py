@@ -316,14 +316,26 @@ def check_slots(trainer: Trainer, train: Stream, every_n_steps: int) -> None:
         )
 
 
-def check_steps_of_draw(train: Stream, count: int) -> None:
-    """Raise InvalidRequestError where ``count`` steps with one draw leave the bound on staleness without meaning."""
-    sampler = train.sampler
-    if count > 1 and isinstance(sampler, GroupSampler) and sampler.bound is not None:
+def check_step_of_draw(train: Stream, steps: int, progress: Progress) -> None:
+    """Raise InvalidRequestError where the last step was not with one draw, so that a bound on staleness has no meaning.
+
+    ``steps``: that the last batch was in.
+    """
+    sampler, position = train.sampler, progress.position
+    if not isinstance(sampler, GroupSampler) or sampler.bound is None or position is None:
+        return
+    why = ""
+    if steps > 1:
+        why = f"manual optimization made {steps} with this one"
+    elif position.micro_batch:
+        why = f"the last step was made {position.micro_batch} micro-batches into a draw that has more"
+    elif progress.draws_of_step > 1:
+        why = f"the last step was made with {progress.draws_of_step} draws"
+    if why:
         raise InvalidRequestError(
             f"the GroupSampler of stream 'train' bounds staleness (stale={sampler.stale!r}) where each draw is one "
-            f"optimizer step, but manual optimization made {count} with this one. Make one step per draw, or set "
-            f"stale='train'."
+            f"optimizer step, but {why}. Accumulate as many micro-batches as each draw has, step at the end of each "
+            f"draw with manual optimization, or set stale='train'."
         )
 
 

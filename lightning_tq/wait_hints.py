@@ -14,8 +14,8 @@ from lightning_tq.checks import counted, list_names
 from lightning_tq.loader import StreamReader
 from lightning_tq.producers.group import ProducerProcess
 from lightning_tq.trainer_compat import callbacks_of, fetches_ahead
-from transfer_queue import Finding, TransferQueueClient, diagnose
-from transfer_queue.errors import TransferQueueError
+from transfer_queue import Finding, GroupSampler, TransferQueueClient, diagnose
+from transfer_queue.errors import InvalidRequestError, TransferQueueError
 
 _LOOK_EVERY_S = 10.0
 _REPEAT_EVERY = 3
@@ -46,30 +46,32 @@ class WaitHints:
     _looks: dict[str, int] = field(default_factory=dict)
     """During the current wait, by label of the reader."""
 
-    def look(self, readers: Iterable[StreamReader]) -> None:
-        """Warn of readers that wait for too long."""
+    def look(self, readers: Iterable[StreamReader]) -> InvalidRequestError | None:
+        """Warn of readers that wait for too long. Returns what to raise where one will wait for ever."""
+        error = None
         for reader in readers:
             due, before = int(reader.waiting_s() / _LOOK_EVERY_S), self._looks.get(reader.label, 0)
             if due > before and reader.progress.partition is not None:
                 repeats = due // _REPEAT_EVERY > before // _REPEAT_EVERY
-                self._explain(reader, reader.progress.partition, due, repeats)
+                error = self._explain(reader, reader.progress.partition, due, repeats) or error
             self._looks[reader.label] = due
+        return error
 
-    def _explain(self, reader: StreamReader, partition: str, due: int, repeats: bool) -> None:
+    def _explain(self, reader: StreamReader, partition: str, due: int, repeats: bool) -> InvalidRequestError | None:
         running = self.running()  # before the statistics, which then have all that ended producers have put
         try:
             stats, units = self.client.get_stats(), []
             with suppress(TransferQueueError):  # a unit may be gone
                 units = self.client.get_storage_stats()
         except TransferQueueError:  # the stream itself reports that
-            return
+            return None
         stream = reader.stream
         asked = {"task": stream.task, "partition": partition, "fields": stream.fields, "writer": False}
         stats["waiting"].append({**asked, "waited_s": 0.0, "client": ""})  # it may be between two requests
         findings = diagnose(stats, units)
         own = next((each for each in findings if each.kind == "fetch" and each.names == (stream.task, partition)), None)
         if own is None:  # no finding is of a partition of the queue's own, which a PartitionSwitch may name
-            return
+            return None
         age_s = reader.waiting_s() if repeats else None
         rank = self.trainer.global_rank
         what = f"rank {rank}'s stream {reader.label!r}" if rank else f"stream {reader.label!r}"
@@ -80,9 +82,12 @@ class WaitHints:
         starting = [each for each in running or () if due <= _LOOKS_AT_A_START and each.is_starting(stats["clients"])]
         hints = _HINTS if self.trainer.is_global_zero else _HINTS_OF_THE_QUEUE
         wait = StreamWait(self, reader, partition, own, puts, stats["partitions"], running, starting)
+        if needed := _never_has_slots(wait):
+            return InvalidRequestError(needed)
         key, text = next(filter(None, (hint(wait) for hint in hints)), ("", str(own)))
         if key or repeats:
             self.warn(None if repeats else key, text)
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +121,24 @@ class StreamWait:
     def then(self, *sentences: str) -> str:
         """What the queue says, and what follows from it for this run."""
         return " ".join(filter(None, (f"{self.finding.statement}.", *sentences)))
+
+
+def _never_has_slots(wait: StreamWait) -> str | None:
+    """Where draws that no optimizer step has trained hold so many slots that the next one can't have enough."""
+    sampler, groups = wait.reader.stream.sampler, wait.about.get("groups", {})
+    slots = groups.get("slots", {}).get(wait.reader.stream.task)
+    held = wait.reader.untrained_draws()
+    if not isinstance(sampler, GroupSampler) or slots is None or not groups["states"].get("waiting"):
+        return None
+    if slots["used"] < slots["budget"] or (held + 1) * sampler.groups <= slots["budget"]:
+        return None
+    return (
+        f"stream {wait.reader.label!r} would wait for ever: {counted(held, 'draw')} without an optimizer step "
+        f"{'hold' if held > 1 else 'holds'} {held * sampler.groups} of the {slots['budget']} slots of its "
+        f"GroupSampler, and the next one needs {sampler.groups}. Make a step after fewer draws "
+        f"(accumulate_grad_batches is {wait.run.trainer.accumulate_grad_batches}), or raise "
+        f"{' and '.join(sampler.limits)}."
+    )
 
 
 # ---- hints: the first one that says something is logged ----

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.local_plane import LocalPlane
 from tests.own_processes import SLOW
+
+logging.getLogger().addHandler(logging.NullHandler())  # so that nobody logs around ``caplog``, for want of a handler
 
 settings.register_profile("busy machines", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy machines")  # what an example takes says nothing of the rule that it proves

@@ -11,7 +11,7 @@ from lightning_tq.batch import queue_batch
 from lightning_tq.callbacks.early_checkpoint import EarlyCheckpoint
 from lightning_tq.loader import StreamReader
 from lightning_tq.run import Run, run_of
-from lightning_tq.trainer_compat import check_steps_of_draw, correct_progress
+from lightning_tq.trainer_compat import check_step_of_draw, correct_progress
 
 
 class AckBatches(Callback):
@@ -46,21 +46,20 @@ class AckBatches(Callback):
         run = Run.find(trainer)
         if run is None:
             return
-        stepped = self._has_stepped(trainer, pl_module)
+        steps = self._steps_with(trainer, pl_module)
         for reader in run.of_stage("train"):
-            reader.note_trained(batch, stepped)
+            reader.note_trained(batch, steps > 0)
             self._unstepped = reader.progress.unstepped
+            if steps and not _ends_with_draw(trainer, run, reader):
+                check_step_of_draw(reader.stream, steps, reader.progress)
         run.watchdog.check()
 
-    def _has_stepped(self, trainer: Trainer, pl_module: LightningModule) -> bool:
-        """Whether an optimizer step included this batch."""
+    def _steps_with(self, trainer: Trainer, pl_module: LightningModule) -> int:
+        """How many optimizer steps included this batch."""
         before, self._steps = self._steps, trainer.global_step
         if pl_module.automatic_optimization:
-            return not trainer.fit_loop._should_accumulate()
-        count = self._steps - before  # with manual optimization only the global step shows it
-        for reader in _trained(trainer):
-            check_steps_of_draw(reader.stream, count)
-        return count > 0
+            return int(not trainer.fit_loop._should_accumulate())
+        return self._steps - before  # with manual optimization only the global step shows it
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
@@ -97,6 +96,12 @@ def _trained(trainer: Trainer) -> list[StreamReader]:
     """The stream that the Trainer's run trains, if there is one."""
     run = Run.find(trainer)
     return [] if run is None else run.of_stage("train")
+
+
+def _ends_with_draw(trainer: Trainer, run: Run, reader: StreamReader) -> bool:
+    """Whether this is the epoch's last batch, and the next epoch does not go on with what is left of its draw."""
+    is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+    return is_last and (run.training_ends(1) or run.partition_of(reader, 1) != reader.progress.partition)
 
 
 def _ack_due(trainer: Trainer) -> None:

@@ -28,6 +28,7 @@ from lightning_tq import (
     TQBatch,
     TQCheckpoint,
     TQDataModule,
+    wait_hints,
 )
 from transfer_queue import GroupSampler
 from transfer_queue.errors import InvalidRequestError, SamplerError
@@ -61,8 +62,13 @@ def members(key: str, count: int) -> Any:
 
 
 @contextmanager
-def worker(sizes: Callable[[int], int] = lambda number: 2, **asked: Any) -> Iterator[list[tuple[str, Any]]]:
-    """A thread that leases each group and closes it with so many rows. Gives (key, version) of its leases."""
+def worker(
+    sizes: Callable[[int], int] = lambda number: 2, has_all: bool = True, **asked: Any
+) -> Iterator[list[tuple[str, Any]]]:
+    """A thread that leases each group and closes it with so many rows. Gives (key, version) of its leases.
+
+    ``has_all``: whether it leases all groups before the body ends. Else it ends with the queue.
+    """
     client, leased, failed = tq.get_client(), list[tuple[str, Any]](), list[BaseException]()
     on_lease = asked.pop("on_lease", lambda: None)
 
@@ -79,8 +85,9 @@ def worker(sizes: Callable[[int], int] = lambda number: 2, **asked: Any) -> Iter
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     yield leased
-    thread.join(30)
-    assert (failed, thread.is_alive()) == ([], False)
+    if has_all:
+        thread.join(30)
+        assert (failed, thread.is_alive()) == ([], False)
 
 
 class Steps(Recorder):
@@ -575,3 +582,47 @@ def test_a_bound_on_staleness_is_refused_where_one_draw_is_several_steps(
         else:
             with pytest.raises(InvalidRequestError, match=f"stale='{stale}'.*made 2 with this one"):
                 trainer(callbacks=[PublishWeights()]).fit(TwoSteps(), datamodule=dm)
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "why"),
+    [(2, "2 micro-batches into a draw that has more"), (4, ""), (6, "2 micro-batches into"), (8, "with 2 draws")],
+)
+def test_a_bound_on_staleness_is_refused_where_a_step_is_not_with_the_micro_batches_of_one_draw(
+    data: Make, trainer: MakeTrainer, accumulate: int, why: str
+) -> None:
+    dm = data(train=groups_of(2, of_ahead=3, of_max_staleness=3, of_stale="wait", micro_batch_size=1))
+    add(dm.client, 8)
+    fit = trainer(callbacks=[PublishWeights()], accumulate_grad_batches=accumulate)
+    with worker(has_all=not why):
+        if why:
+            with pytest.raises(InvalidRequestError, match=why):
+                fit.fit(Steps(), datamodule=dm)
+        else:
+            fit.fit(Steps(), datamodule=dm)
+            assert fit.global_step == 4
+
+
+@pytest.mark.parametrize("limit", [{"fast_dev_run": True}, {"limit_train_batches": 3, "max_epochs": 2}])
+def test_a_draw_that_a_limit_cuts_off_is_a_step_where_no_other_one_trains_the_rest(
+    data: Make, trainer: MakeTrainer, limit: dict[str, Any]
+) -> None:
+    stream = groups_of(2, "train@{epoch}", of_max_staleness=1, of_stale="wait", micro_batch_size=1)
+    dm = data(train=stream)
+    for epoch in range(2):
+        add(dm.client, 8, f"train@{epoch}")
+    fit = trainer(callbacks=[PublishWeights()], accumulate_grad_batches=4, **limit)
+    with worker(has_all=False, partition="train@*"):
+        fit.fit(Steps(), datamodule=dm)
+    assert fit.global_step == limit.get("max_epochs", 1)
+
+
+def test_a_step_of_more_draws_than_have_slots_ends_the_run_instead_of_waiting_for_ever(
+    data: Make, trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wait_hints, "_LOOK_EVERY_S", 0.1)
+    dm = data(train=groups_of(1, micro_batch_size=2, num_batches=8))
+    add(dm.client, 8)
+    says = "2 draws without an optimizer step hold 2 of the 2 slots .*accumulate_grad_batches is 4., or raise ahead"
+    with worker(has_all=False), pytest.raises(InvalidRequestError, match=says):
+        trainer(accumulate_grad_batches=4).fit(Steps(), datamodule=dm)

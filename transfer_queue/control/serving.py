@@ -222,9 +222,11 @@ class ServedFetch:
         known_end = self._known_end(batch_index)
         if known_end is not None or not may_draw:
             return known_end
-        if self._fetch.where is not None and not self.finish_comparing():
+        if not self.finish_comparing():
             return MORE
         draw = self._draw(batch_index)
+        if self._is_early(draw):
+            return None
         shares = draw.shares()
         if shares is not None:
             return self._hand_out(draw, shares)
@@ -348,6 +350,11 @@ class ServedFetch:
             self.partition, self.consumer, self._task.sampler, tuple(fetch.fields), self.ready(), fetch.batch_size,
             batch_index, ranks, self._dp_size, fetch.sampler_args,
         )  # fmt: skip
+
+    def _is_early(self, draw: Draw) -> bool:
+        """Whether what is ready may be drawn only once the next version trains."""
+        has_ready = self._groups is not None and draw.ready.count > 0
+        return has_ready and group_work.is_early(self._state, self.partition, self._fetch.task) > 0
 
     def _hand_out(self, draw: Draw, shares: list[Share]) -> Batch | Ended:
         """Write the round to the ledger, and answer the requesting rank."""

@@ -310,12 +310,30 @@ def test_ranks_of_a_round_that_was_restored_train_in_one_step():
 
 
 def test_what_is_too_old_is_dropped_at_the_first_draw_after_a_restore_too():
-    queue = a_queue(GroupSampler(groups=1, ahead=3, max_staleness=0, stale="drop"), 2)
-    queue.work(2)
+    queue = a_queue(GroupSampler(groups=1, ahead=3, max_staleness=1, stale="drop"), 3)
+    queue.work(3)
     assert queue.draw("actor", batch=0)
+    trained(queue, 1)
+    assert queue.draw("actor", batch=1)
     load(queue.plane, save(queue.plane))
-    assert queue.draw("actor", batch=1, trained=0) == []
-    assert sorted(queue.states().values()) == ["drawn", "stale"]
+    assert queue.draw("actor", batch=2, trained=1) == []
+    assert sorted(queue.states().values()) == ["drawn", "stale", "trained"]
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_draw_for_which_the_newest_version_is_too_old_waits_for_the_next_one_and_drops_nothing(sealed):
+    queue = a_queue(GroupSampler(groups=1, ahead=2, max_staleness=1, stale="drop"), 4 - sealed)
+    if sealed:
+        queue.ask(TRAINER, p.SealPartition, PART)
+    queue.work(3)
+    assert [len(queue.draw("actor", batch=index, trained=0)) for index in range(2)] == [1, 1]
+    assert queue.fetch("actor", batch=2, trained=0, wait_s=30.0) is None
+    assert sorted(queue.states().values()) == ["drawn", "drawn", "ready"] + ["waiting"] * (not sealed)
+    trained(queue, 1)  # which the third one was leased too early for
+    assert sorted(queue.states().values()) == ["drawn", "stale", "trained"] + ["waiting"] * (not sealed)
+    last = queue.work(1)
+    (answer,) = queue.inbox
+    assert isinstance(answer.reply, p.Ended) if sealed else queue.heads(answer.reply) == last
 
 
 # ---- bounds ----
