@@ -30,6 +30,7 @@ from lightning_tq import (
     TQDataModule,
     wait_hints,
 )
+from tests.integration.clients import connect
 from transfer_queue import GroupSampler
 from transfer_queue.errors import InvalidRequestError, SamplerError
 
@@ -67,9 +68,9 @@ def worker(
 ) -> Iterator[list[tuple[str, Any]]]:
     """A thread that leases each group and closes it with so many rows. Gives (key, version) of its leases.
 
-    ``has_all``: whether it leases all groups before the body ends. Else it ends with the queue.
+    ``has_all``: whether it leases all groups, however long after the body. Else it ends with the body.
     """
-    client, leased, failed = tq.get_client(), list[tuple[str, Any]](), list[BaseException]()
+    client, leased, failed = connect("worker", tq.init()), list[tuple[str, Any]](), list[BaseException]()
     on_lease = asked.pop("on_lease", lambda: None)
 
     def work() -> None:
@@ -80,14 +81,19 @@ def worker(
                     leased.append((lease.key, lease.version))
                     lease.close(members(lease.key, sizes(int(lease.key[1:]))))
         except BaseException as error:
-            failed.append(error)
+            if has_all:
+                failed.append(error)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    yield leased
-    if has_all:
+    try:
+        yield leased
+    finally:
+        if has_all:
+            thread.join(30)
+        client.close()
         thread.join(30)
-        assert (failed, thread.is_alive()) == ([], False)
+    assert (failed, thread.is_alive()) == ([], False)
 
 
 class Steps(Recorder):

@@ -225,9 +225,7 @@ class ServedFetch:
         if not self.finish_comparing():
             return MORE
         draw = self._draw(batch_index)
-        if self._is_early(draw):
-            return None
-        shares = draw.shares()
+        shares = None if self._is_early(draw) else draw.shares()
         if shares is not None:
             return self._hand_out(draw, shares)
         return self._end(draw, now)
@@ -463,6 +461,8 @@ class ServedFetch:
 
         Samples that have all fields and don't match the filter count as not coming, although their tags may change.
         """
+        if self._is_early(draw):
+            return None
         if self._groups is not None:
             if self._fetch.finite and not self._groups.may_grow and self.partition.is_exhausted(self.consumer, 0):
                 return self._over(draw.batch_index)
