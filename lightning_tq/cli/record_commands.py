@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import itertools
 import signal
 import sys
 import tempfile
@@ -51,7 +52,9 @@ def record(args: Sequence[str]) -> int | None:
     """
     parser = argparse.ArgumentParser("lightning-tq record", description=record.__doc__, allow_abbrev=False)
     parser.add_argument("address", metavar="ADDRESS", help="Address of the queue, which a run prints.")
-    parser.add_argument("directory", metavar="DIR", type=Path, help="Where to write. An earlier record is continued.")
+    parser.add_argument(
+        "directory", metavar="DIR", type=Path, help="Where to write. An earlier record of this run is continued."
+    )
     parser.add_argument("--task", required=True, metavar="TASK", help="Name of the task, as in Stream(task=...).")
     return run_joined(_record, parser.parse_args(args))
 
@@ -91,6 +94,8 @@ class _Recorder:
         self._client, self._task, self._directory = client, task, directory
         self._own = f"record:{task}:{directory}"
         self._number = 1 + max((int(path.name) for path in directory.glob("[0-9]*") if path.name.isdigit()), default=-1)
+        self._continues = self._number > 0
+        """Whether it is still to be seen that an earlier record there is of this run."""
         self._written = self._behind = self._cleared = 0
         self._due = self._tell_at = 0.0
 
@@ -156,8 +161,24 @@ class _Recorder:
         if self._behind:
             directory = self._directory / f"{self._number:06}"
             self._written += self._client.save_batches(directory, self._own)
+            if self._continues:
+                self._leave_another_run(directory)
             self._number, self._behind = self._number + 1, 0
             self._due = time.monotonic() + max(_EVERY_S, (_SHARE - 1) * (time.monotonic() - started))
+
+    def _leave_another_run(self, written: Path) -> None:
+        """A run that begins at the first batch of an earlier record is another one: it gets a directory of its own."""
+        from transfer_queue import RecordedBatches
+
+        self._continues = False
+        if written not in RecordedBatches(self._directory).begun_again:
+            return
+        earlier = self._directory
+        number = next(number for number in itertools.count(2) if not Path(f"{earlier}-{number}").exists())
+        self._directory = Path(f"{earlier}-{number}")
+        self._directory.mkdir()
+        written.rename(self._directory / written.name)
+        _say(f"{earlier} holds another run, which began with the same batch. This one is written to {self._directory}.")
 
 
 # ---- records ----

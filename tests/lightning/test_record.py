@@ -202,6 +202,30 @@ def test_what_a_killed_recorder_wrote_is_readable_and_the_next_one_goes_on_witho
 
 
 @pytest.mark.programs
+@pytest.mark.parametrize("restored", [True, False])
+def test_a_run_goes_on_with_its_record_and_another_one_gets_a_directory_of_its_own(
+    tmp_path: Path, data: Callable[..., TQDataModule], restored: bool
+) -> None:
+    directory = tmp_path / "record"
+    for place in ("record", "record" if restored else "record-2"):
+        client = learning(data, 8)
+        if restored and directory.exists():
+            client.load_checkpoint(tmp_path / "queue")
+        client.register_task(f"record:learn:{directory}", follows="learn")  # as a recorder had that was killed
+        take(client, 0)
+        client.save_checkpoint(tmp_path / "queue")
+        with recorder(tq.init()["address"], directory) as (process, out):
+            process.send_signal(signal.SIGINT)
+            said = out.read()
+            assert process.wait() == 0
+        assert f"1 batch written to {tmp_path / place}\n" in said
+        tq.close()
+    assert ("holds another run" in said) != restored
+    for each in {directory, tmp_path / place}:
+        assert list(tq.RecordedBatches(each).rounds) == [("train", 0)]
+
+
+@pytest.mark.programs
 def test_a_recorder_that_can_not_write_keeps_nothing_in_the_queue(
     tmp_path: Path, data: Callable[..., TQDataModule]
 ) -> None:

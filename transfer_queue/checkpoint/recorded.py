@@ -111,15 +111,21 @@ class RecordedBatches:
         self.directory = Path(directory)
         self.rounds: dict[tuple[str, int], dict[int | None, Path]] = {}
         """By (partition, batch), in the order in which they were given, the ranks that got a share, and where it is."""
+        self.begun_again: list[Path] = []
+        """Parts that have batch 0 of the first partition anew: another run wrote them."""
         self._open: _Directory | None = None
         self._dp_sizes: set[int] = set()
         self._batch_sizes: set[int | None] = set()
         self._layout, self._allow_pickle = "dense", False
+        first: dict[int | None, str] = {}  # by rank, the token of that batch
         for path in sorted(path for path in self.directory.glob("[0-9]*") if is_checkpoint(path)):
             with reading(path):
                 for partition, batch in Opened(path).state.batches():
                     # A run that resumed from a checkpoint was given a batch again: the last time counts.
                     self.rounds.setdefault((partition, batch.batch_index), {})[batch.rank] = path
+                    is_first = (partition, batch.batch_index) == (next(iter(self.rounds))[0], 0)
+                    if is_first and first.setdefault(batch.rank, batch.token) != batch.token:
+                        self.begun_again.append(path)
                     self._dp_sizes.add(batch.dp_size or 0)
                     self._batch_sizes.add(batch.batch_size)
         if not self.rounds:

@@ -40,7 +40,7 @@ class PlaneConfig:
     ``capacity``: most samples stored at once, None unlimited. ``preallocate``: the fewest samples a new partition makes
     room for.
     ``producer_grace_s``: how long a dead producer may be replaced before fetches of its fields fail.
-    ``server``: a number below 2**24 of this process, which sets it apart from others that restore the same file.
+    ``server``: a number below 2**24 of this process. Others, also if they restore the same file, have another one.
     """
 
     sampler: BaseSampler = field(default_factory=SequentialSampler)
@@ -88,7 +88,7 @@ class PlaneState:
         """Indexes whose values are to be deleted: they may be in storage, and belong to no sample any more."""
         self.ended_writes: list[tuple[str, int, bool]] = []
         """Writes in steps that end halfway: client, first call, and whether they were published."""
-        self.incarnations = 0
+        self.incarnations = config.server  # so that no other queue has the same tokens
         self.freezes = Freezes()
         self.snapshots: set[object] = set()
         """Snapshots of which slices are still to be made."""
