@@ -16,6 +16,7 @@ from transfer_queue.checkpoint.directory import is_checkpoint
 from transfer_queue.checkpoint.opened import Opened, reading
 from transfer_queue.client.base import to_meta
 from transfer_queue.control.ledger import Entry
+from transfer_queue.control.partition import Partition
 from transfer_queue.control.restoring import Restored
 from transfer_queue.control.serving import describe
 from transfer_queue.control.state import PlaneConfig, PlaneState
@@ -117,14 +118,15 @@ class RecordedBatches:
         self._dp_sizes: set[int] = set()
         self._batch_sizes: set[int | None] = set()
         self._layout, self._allow_pickle = "dense", False
-        first: dict[int | None, str] = {}  # by rank, the token of that batch
+        first = None  # what names the first of these partitions
         for path in sorted(path for path in self.directory.glob("[0-9]*") if is_checkpoint(path)):
             with reading(path):
                 for partition, batch in Opened(path).state.batches():
                     # A run that resumed from a checkpoint was given a batch again: the last time counts.
                     self.rounds.setdefault((partition, batch.batch_index), {})[batch.rank] = path
                     is_first = (partition, batch.batch_index) == (next(iter(self.rounds))[0], 0)
-                    if is_first and first.setdefault(batch.rank, batch.token) != batch.token:
+                    first = first or Partition.incarnation_of(batch.token)
+                    if is_first and first != Partition.incarnation_of(batch.token):
                         self.begun_again.append(path)
                     self._dp_sizes.add(batch.dp_size or 0)
                     self._batch_sizes.add(batch.batch_size)

@@ -381,6 +381,11 @@ class Partition:
     def _tokens(self, task: str) -> str:
         return f"{self.name}/{task}/{self.incarnation}"
 
+    @staticmethod
+    def incarnation_of(token: str) -> str:
+        """What the tokens of a partition have in common, and no other partition's, also after a restore."""
+        return token.rsplit("/", 2)[1].partition(".")[0]
+
     def gave(self, token: str, task: str) -> bool:
         """Whether this is the token of a batch of this partition, also from before a restore."""
         return token.startswith((f"{self._tokens(task)}/", f"{self._tokens(task)}."))
