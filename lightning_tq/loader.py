@@ -21,7 +21,6 @@ from lightning_tq.stream import StageStream
 from lightning_tq.topology import Topology
 from transfer_queue import (
     EndOfPartitionError,
-    GroupSampler,
     ProducersGoneError,
     StreamingDataLoader,
     StreamingDataset,
@@ -125,8 +124,7 @@ class StreamReader:
         sizes: dict[str, Any] = {
             "batch_size": stream.batch_size, "micro_batch_size": rows, "dp_size": run.topology.dp_size
         }  # fmt: skip
-        groups = stream.sampler.groups if isinstance(stream.sampler, GroupSampler) else None
-        self._numbering = {**sizes, "groups": groups}  # what decides how batches are numbered
+        self._numbering = {**sizes, "groups": stream.groups}  # what decides how batches are numbered
         self._unfetched: UnfetchedBatch | None = None
         self._just_acked: list[str] = []
         self._began = 0

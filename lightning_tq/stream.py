@@ -213,6 +213,11 @@ class Stream:
         return isinstance(self.sampler, GroupSampler)
 
     @property
+    def groups(self) -> int | None:
+        """Groups of a batch, of all ranks together; None: it has no whole groups."""
+        return self.sampler.groups if isinstance(self.sampler, GroupSampler) else None
+
+    @property
     def bounds_staleness(self) -> bool:
         """Whether no group may be trained that is older than the sampler's ``max_staleness``."""
         return isinstance(self.sampler, GroupSampler) and self.sampler.bound is not None
@@ -358,7 +363,8 @@ def check_records(streams: Sequence[StageStream], dp_size: int, has_producers: b
     """
     replaying = [each for each in streams if each.stream.replay_from is not None]
     for own in [each.stream for each in replaying]:
-        RecordedBatches(str(own.replay_from)).check(own.fields, dp_size, own.batch_size, own.head_fields or ())
+        asks_for = (own.fields, dp_size, own.batch_size, own.head_fields or (), own.groups)
+        RecordedBatches(str(own.replay_from)).check(*asks_for)
     others = [each.label for each in streams if each not in replaying]
     if replaying and others and has_producers:
         raise InvalidRequestError(

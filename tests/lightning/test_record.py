@@ -121,6 +121,8 @@ def test_groups_are_replayed_with_their_heads_and_versions(tmp_path: Path, train
         replayed(trainer, tmp_path / "record", batch_size=16)
     with pytest.raises(InvalidRequestError, match="lacks the head field nunber; it has number"):
         replayed(trainer, tmp_path / "record", batch_size=None, head_fields=["nunber"], sampler=sampler)
+    with pytest.raises(InvalidRequestError, match="has batches of 2 groups, and the GroupSampler of this stream draws"):
+        replayed(trainer, tmp_path / "record", **read, sampler=tq.GroupSampler(groups=1))
 
 
 def client_of(data: Callable[..., TQDataModule]) -> tq.TransferQueueClient:
@@ -345,7 +347,9 @@ def test_a_fabric_loader_replays_without_producers(recorded: Path) -> None:
 def test_a_partition_that_was_not_recorded_is_an_error_that_names_those_that_were(
     recorded: Path, trainer: Callable[..., Any]
 ) -> None:
-    with pytest.raises(tq.CheckpointError, match=r"lacks batch 0 of partition 'other'.*partitions \['train'\]"):
+    with pytest.raises(
+        tq.CheckpointError, match=r"has nothing of partition 'other' for rank 0.*partitions \['train'\]"
+    ):
         replayed(trainer, recorded, partition="other")
 
 

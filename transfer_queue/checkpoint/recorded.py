@@ -139,9 +139,10 @@ class RecordedBatches:
         return list(dict.fromkeys(partition for partition, _ in self.rounds))
 
     def check(
-        self, fields: Sequence[str], dp_size: int, batch_size: int | None = None, head_fields: Sequence[str] = ()
-    ) -> None:
-        """Whether a run with these fields, ranks, rows per batch and fields of heads can be given these batches.
+        self, fields: Sequence[str], dp_size: int, batch_size: int | None = None, head_fields: Sequence[str] = (),
+        groups: int | None = None,
+    ) -> None:  # fmt: skip
+        """Whether a run with these fields, ranks, rows or groups per batch, and fields of heads can get these batches.
 
         Raises:
             InvalidRequestError: it can't; the text says what was recorded.
@@ -150,7 +151,7 @@ class RecordedBatches:
         _, meta = self.read(partition, next(iter(ranks)), index)
         lacking = sorted(set(fields) - set(meta.field_names))
         of_heads = self._meta_of_heads(meta, None).field_names if meta.heads else []
-        problem = ""
+        recorded, problem = len(set(meta.heads or ())) * dp_size, ""
         if self._dp_sizes - {0, dp_size}:
             problem = f"is of {max(self._dp_sizes)} data-parallel ranks, and this run has {dp_size}"
         elif lacking:
@@ -163,6 +164,8 @@ class RecordedBatches:
             problem = f"is of batch_size={drawn}, and this stream has batch_size={batch_size}"
         elif batch_size is not None and meta.size > batch_size:
             problem = f"has batches of {meta.size} rows, and this stream has batch_size={batch_size}"
+        elif groups is not None and groups != recorded and len(self.rounds) > 1:  # a last one may have fewer
+            problem = f"has batches of {recorded} groups, and the GroupSampler of this stream draws {groups}"
         if problem:
             raise InvalidRequestError(f"the record {self.directory} {problem}. Replay it as it was recorded.")
 
@@ -218,10 +221,15 @@ class RecordedBatches:
         there = [index for (name, index), ranks in self.rounds.items() if name == partition and rank in ranks]
         if there and batch_index > max(there):
             raise EndOfPartitionError(f"the record {self.directory} of {partition!r} ends with batch {max(there)}.")
-        known = f"batches of it from {min(there)} to {max(there)}" if there else f"partitions {self.partitions}"
+        if not there:
+            raise CheckpointError(
+                f"the record {self.directory} has nothing of partition {partition!r} for rank {rank}. It has the "
+                f"partitions {self.partitions}."
+            )
         raise CheckpointError(
             f"the record {self.directory} lacks batch {batch_index} of partition {partition!r} for rank {rank}. It has "
-            f"{known}. Where recording began later, resume the run from a checkpoint of that step."
+            f"batches of it from {min(there)} to {max(there)}. Where recording began later, resume the run from a "
+            f"checkpoint of that step."
         )
 
     def _saved(self, path: Path) -> _Directory:
