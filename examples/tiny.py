@@ -37,10 +37,9 @@ class Tiny(LightningModule):
     test_step = validation_step
 
     def on_train_end(self) -> None:
-        counts = f"{self.global_step} optimizer steps, {self.samples} samples"
-        print(
-            f"rank {self.global_rank}: {counts}, val_loss {self.trainer.callback_metrics['val_loss']:.4f}", flush=True
-        )
+        counts, losses = f"{self.global_step} optimizer steps, {self.samples} samples", self.trainer.callback_metrics
+        val_loss = f", val_loss {losses['val_loss']:.4f}" if "val_loss" in losses else ""  # without validation
+        print(f"rank {self.global_rank}: {counts}{val_loss}", flush=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.layer.parameters(), lr=self.learning_rate)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -21,8 +22,19 @@ if TYPE_CHECKING:
 
 ADDRESS_VARIABLE = "TQ_ADDRESS"
 KEY_FILE_VARIABLE = "TQ_KEY_FILE"
+_log = logging.getLogger(__name__)
 _FREE_SECTIONS = ("zmq_info", "ucx_env_vars")
 _TYPO_CUTOFF = 0.75
+_STORAGE = ("memory", "total_storage_size", "put_timeout_s", "allow_pickle")
+_CONTROLLER = ("sampler_modules", "polling_mode", "producer_grace_s")
+_ELSEWHERE = {
+    **{name: f"set backend.SimpleStorage.{name}" for name in _STORAGE},
+    **{name: f"set controller.{name}" for name in _CONTROLLER},
+    "units": "set backend.SimpleStorage.num_data_storage_units",
+    "timeout_s": "set client.timeout_s",
+    "dashboard": "run lightning-tq dashboard",
+}
+"""Keys that have another place here, and what to do."""
 _Count = Annotated[int, msgspec.Meta(gt=0)]
 _Seconds = Annotated[float, msgspec.Meta(gt=0)]
 _MOST_PORT = 65535
@@ -306,6 +318,10 @@ def _check_keys(given: Any, known: Mapping[str, Any], path: str = "") -> None:
     for key in map(str, given):
         if isinstance(known.get(key), dict):
             _check_keys(given._get_node(key), known[key], f"{path}{key}.")
+        elif not path and key in _ELSEWHERE:
+            _log.warning(
+                "key %r, of TQDataModule(queue=...), has no effect at the top level: %s.", key, _ELSEWHERE[key]
+            )
         elif key not in known and key not in free and (near := difflib.get_close_matches(key, known, 1, cutoff)):
             raise ConfigError(
                 f"unknown configuration key {path + key!r}. Nearest known key: {near[0]!r}. Known: {', '.join(known)}."

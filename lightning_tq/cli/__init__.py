@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from importlib.metadata import version
 
 from lightning_tq.checks import did_you_mean
 from transfer_queue.errors import TransferQueueError
@@ -59,12 +60,17 @@ def main(args: Sequence[str] | None = None) -> int:
     if first in ("-h", "--help"):
         print(_help())
         return 0
+    if first == "--version":
+        print(f"lightning-tq {version('lightning-tq')}")
+        return 0
     if first in COMMANDS:
         return _run(first, given if first in _OF_A_TRAINER else given[1:])
     if first.split("=")[0] in ("-c", "--config", "--print_config"):  # of a Trainer; the subcommand follows
         return _run("fit", given)
     if first.startswith("-"):
-        return _refuse(f"unknown option {first!r}{did_you_mean(first, ('--help', '--config', '--print_config'))}")
+        return _refuse(
+            f"unknown option {first!r}{did_you_mean(first, ('--help', '--version', '--config', '--print_config'))}"
+        )
     problem = f"unknown command {first!r}" if first else "no command was given"
     return _refuse(problem + did_you_mean(first, COMMANDS, f". Use one of {', '.join(COMMANDS)}."))
 
@@ -74,19 +80,16 @@ def _help() -> str:
     rows = "\n".join(f"  {name:{width}}  {text}" for name, (text, _, _) in COMMANDS.items())
     return (
         f"usage: lightning-tq COMMAND ...\n\nA streaming data queue between the producers and trainers of "
-        f"post-training.\n\n{rows}\n\nlightning-tq COMMAND --help explains its options."
+        f"post-training.\n\n{rows}\n\nlightning-tq COMMAND --help explains its options. "
+        f"--version: which this is."
     )
 
 
 def _run(name: str, args: Sequence[str]) -> int:
     _, module, function = COMMANDS[name]
-    if name in _OF_A_TRAINER:
-        for word in args:
-            option = word.split("=")[0].split(".")[0]
-            if option.startswith("--") and option[2:] not in OPTIONS_OF_A_TRAINER:
-                near = did_you_mean(option, [f"--{known}" for known in OPTIONS_OF_A_TRAINER], "", 0.75)
-                if near:  # otherwise it may be one of another version of Lightning: its parser knows
-                    return _refuse(f"unknown option {option!r}{near}", f"lightning-tq {name}")
+    problem = _problem_of_a_trainer(args) if name in _OF_A_TRAINER else ""
+    if problem:
+        return _refuse(problem, f"lightning-tq {name}")
     try:
         with _ended_by_ctrl_c():
             run: Callable[[Sequence[str]], int | None] = getattr(import_module(f"lightning_tq.cli.{module}"), function)
@@ -104,6 +107,19 @@ def _run(name: str, args: Sequence[str]) -> int:
         if name in _WITH_TRACEBACKS or error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
             raise
         return _without_output(error)
+
+
+def _problem_of_a_trainer(args: Sequence[str]) -> str:
+    """What is wrong with these words, as far as that shows before its parser is built. ``args``: with the command."""
+    if len(args) == 1:
+        return f"the run to {args[0]} is missing: --config FILE"
+    for word in args:
+        option = word.split("=")[0].split(".")[0]
+        if option.startswith("--") and option[2:] not in OPTIONS_OF_A_TRAINER:
+            near = did_you_mean(option, [f"--{known}" for known in OPTIONS_OF_A_TRAINER], "", 0.75)
+            if near:  # otherwise it may be one of another version of Lightning: its parser knows
+                return f"unknown option {option!r}{near}"
+    return ""
 
 
 def _without_output(error: OSError) -> int:

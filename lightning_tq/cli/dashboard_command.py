@@ -45,4 +45,5 @@ def serve(options: argparse.Namespace, address: str) -> None:
     try:
         asyncio.run(run())
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"the dashboard can't listen at {options.host}, port {options.port}: {error}") from error
+        port = "" if options.port is None else f", port {options.port}"
+        raise ConfigError(f"the dashboard can't listen at {options.host}{port}: {error}") from error

@@ -70,7 +70,7 @@ def main(args: Sequence[str]) -> int:
 
 def whole_seconds(text: str) -> int:
     """The type of an option."""
-    return int(seconds(str(int(text)), 1, _MOST_S))
+    return int(seconds(text, 1, _MOST_S))
 
 
 def _name_what_lacks() -> None:

@@ -61,9 +61,13 @@ def _main(name: str, act: Act, args: Sequence[str]) -> int | None:
 
 def seconds(text: str, least: float = 0.0, most: float = TIMEOUT_MAX) -> float:
     """The type of an option. By default any time that a wait takes."""
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, got {text!r}") from None
     if not least <= value <= most:  # nan is not
-        raise argparse.ArgumentTypeError(f"must be between {least:g} and {most:g} seconds, got {text}")
+        latest = "292 years" if most == TIMEOUT_MAX else f"{most:g} seconds"
+        raise argparse.ArgumentTypeError(f"must be between {least:g} and {latest}, got {text}")
     return value
 
 

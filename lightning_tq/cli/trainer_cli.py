@@ -157,7 +157,7 @@ class TQCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         try:
             return super().instantiate_trainer(**kwargs)
-        except (ValueError, MisconfigurationException) as error:
+        except (TypeError, ValueError, MisconfigurationException) as error:
             *_, (frame, _) = traceback.walk_tb(error.__traceback__)
             if not str(frame.f_globals.get("__name__")).startswith("lightning."):
                 raise  # of a user's class

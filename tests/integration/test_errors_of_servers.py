@@ -104,6 +104,12 @@ def test_keys_of_a_larger_program_pass(start):
     assert (conf.enable, conf.verl_key.x) == (True, 1)
 
 
+def test_keys_that_belong_elsewhere_are_warned_of(start, caplog):
+    start({"memory": "1GiB", "dashboard": True})
+    assert "'memory', of TQDataModule(queue=...), has no effect at the top level: set backend.Simple" in caplog.text
+    assert "'dashboard', of TQDataModule(queue=...), has no effect at the top level: run lightning-tq" in caplog.text
+
+
 # ---- nobody there ----
 
 

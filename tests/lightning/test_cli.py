@@ -352,14 +352,22 @@ def test_errors_of_the_queue_are_reported_without_a_traceback(
     assert "Traceback" not in said
 
 
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ({"strategy": "fsdp"}, "The strategy `fsdp` requires a GPU accelerator"),
+        ({"devices": "two"}, "`devices` selected with `CPUAccelerator` should be an int > 0."),
+    ],
+    ids=str,
+)
 def test_what_the_trainer_refuses_is_a_wrong_configuration(
-    config: Callable[..., str], capfd: pytest.CaptureFixture[str]
+    config: Callable[..., str], capfd: pytest.CaptureFixture[str], option: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
-        lightning_tq(["fit", "--config", config({"trainer.strategy": "fsdp"})])
+        lightning_tq(["fit", "--config", config({f"trainer.{name}": value for name, value in option.items()})])
     said = capfd.readouterr().err
     assert exit_.value.code == 2
-    assert "error: trainer: The strategy `fsdp` requires a GPU accelerator" in said
+    assert f"error: trainer: {says}" in said
     assert "Traceback" not in said
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,17 @@ def test_the_first_parts_of_a_trainers_options_are_known_without_lightning(capsy
             lightning_tq([name, "--help"])
         parts |= set(re.findall(r"^  (?:-\w, )?--(\w+)", capsys.readouterr().out, re.M))
     assert parts <= set(OPTIONS_OF_A_TRAINER)
+
+
+def test_the_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str]) -> None:
+    assert lightning_tq(["--version"]) == 0
+    assert capsys.readouterr().out == f"lightning-tq {version('lightning-tq')}\n"
+
+
+@pytest.mark.parametrize("name", ["fit", "validate"])
+def test_a_trainers_command_without_a_run_asks_for_its_file(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert lightning_tq([name]) == 2
+    assert capsys.readouterr().err.startswith(f"error: the run to {name} is missing: --config FILE\n")
 
 
 @pytest.mark.parametrize("given", ["-1", "0", "3601"])
@@ -65,7 +77,7 @@ def test_a_command_whose_output_is_closed_ends_without_a_traceback(tmp_path: Pat
 def test_ctrl_c_that_an_import_swallows_ends_a_fit(tmp_path: Path) -> None:
     swallows = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
     (tmp_path / "torch.py").write_text(swallows)
-    command = [sys.executable, "-m", "lightning_tq", "fit"]
+    command = [sys.executable, "-m", "lightning_tq", "fit", "--config", "run.yaml"]
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (130, "")

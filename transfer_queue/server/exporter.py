@@ -65,7 +65,9 @@ class Exporter:
         try:
             self._server = MetricsServer(host, port)
         except OSError as error:
-            raise LaunchError(f"metrics can't be served at {host}:{port}: {error.strerror or error}.") from error
+            raise LaunchError(
+                f"metrics can't be served at {host}:{port}: {error.strerror or error}. Port 0 takes any free one."
+            ) from error
         self._server.set_app(make_wsgi_app(registry))
         self._thread = threading.Thread(target=self._server.serve_forever, name="tq-metrics", daemon=True)
         self._thread.start()
