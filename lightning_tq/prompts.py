@@ -155,6 +155,8 @@ def _columns(number: int, rows: list[Row], tags: frozenset[str]) -> tuple[dict[s
                 f"{sorted(tags)}. All rows must have the same entries."
             )
     columns = {name: [row[name] for row in rows] for name in names if name not in tags}
+    if not columns:
+        raise InvalidRequestError(f"row {number} has no entry besides its tags {sorted(tags)}. A group needs a field.")
     return columns, [{name: row[name] for name in tags} for row in rows]
 
 

@@ -158,6 +158,7 @@ def test_a_producer_feeds_what_a_function_returns(data: Make) -> None:
         ([], {"waiting": 0}, "waiting must be an int of at least 1"),
         ([{"x": 1}, {"y": 1}], {}, r"row 1 has \['y'\], where others have \['x'\]"),
         ([{"x": 1}], {"tags": ["level"]}, r"tags are \['level'\]"),
+        ([{"x": 1}], {"tags": ["x"]}, r"row 0 has no entry besides its tags \['x'\]"),
     ],
 )
 def test_what_cannot_be_fed_is_refused(data: Make, rows: Any, options: dict[str, Any], says: str) -> None:
