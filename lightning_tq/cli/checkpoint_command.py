@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from lightning_tq.cli.parser import Parser
 from transfer_queue.errors import CheckpointError, CheckpointNotFoundError, TransferQueueError
 
 _DAMAGED = 1
@@ -23,7 +23,7 @@ def main(args: Sequence[str]) -> int:
     Exit codes: 0, 1 if the checkpoint is damaged, foreign or unreadable, 2 if there is none. "verify" also exits with 1
     if samples had lost values with a storage unit when it was saved.
     """
-    parser = argparse.ArgumentParser("lightning-tq checkpoint", description=main.__doc__, allow_abbrev=False)
+    parser = Parser("checkpoint", main)
     parser.add_argument("action", choices=["show", "verify"])
     parser.add_argument("path", metavar="PATH", help="The saved queue: a directory, or a URL that fsspec knows.")
     parser.add_argument("--json", action="store_true", help="Print a JSON object.")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import csv
 import os
@@ -22,6 +21,7 @@ from typing import NamedTuple
 
 from lightning_tq.cli import INTERRUPTED
 from lightning_tq.cli.new_command import write_template
+from lightning_tq.cli.parser import Parser
 from lightning_tq.cli.queue_commands import seconds
 
 _FAILED = 1
@@ -46,7 +46,7 @@ def main(args: Sequence[str]) -> int:
     Its files are those of "lightning-tq new grpo". The live page needs aiohttp, and the picture matplotlib. Exit codes:
     0, 1 if the training failed, 2 if the directory isn't empty.
     """
-    parser = argparse.ArgumentParser("lightning-tq demo", description=main.__doc__, allow_abbrev=False)
+    parser = Parser("demo", main)
     where = "Where its files and the picture go: a new or an empty directory. Default: a temporary one."
     parser.add_argument("directory", nargs="?", metavar="DIR", help=where)
     length = f"Seconds of training, at most {_MOST_S}. Processes take about ten more to start. Default: 45."

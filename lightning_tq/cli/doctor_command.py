@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_tq.checks import byte_text, counted
+from lightning_tq.cli.parser import Parser
 from lightning_tq.cli.queue_commands import seconds
 from transfer_queue.errors import ConfigError, TransferQueueError
 
@@ -45,7 +46,7 @@ def main(args: Sequence[str]) -> int:
     Without an address and TQ_ADDRESS, only the environment is looked at. It changes nothing in the queue. Exit codes:
     0, 1 if there is a problem, 2 for an invalid option.
     """
-    parser = argparse.ArgumentParser("lightning-tq doctor", description=main.__doc__, allow_abbrev=False)
+    parser = Parser("doctor", main)
     given = os.environ.get("TQ_ADDRESS")
     parser.add_argument("address", nargs="?", default=given, metavar="ADDRESS", help="Address of the queue.")
     config = "A YAML file with the queue's settings, which the environment must fit. Default: the queue's own."

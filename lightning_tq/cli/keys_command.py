@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from collections.abc import Sequence
+
+from lightning_tq.cli.parser import Parser
 
 
 def main(args: Sequence[str]) -> None:
@@ -13,7 +14,7 @@ def main(args: Sequence[str]) -> None:
 
     It is never replaced, because a queue may use it. Exit codes: 0, 2 if it can't be made.
     """
-    parser = argparse.ArgumentParser("lightning-tq keys", description=main.__doc__, allow_abbrev=False)
+    parser = Parser("keys", main)
     parser.add_argument("file", metavar="FILE", help="Where to write the keys.")
     path = parser.parse_args(args).file
     import transfer_queue as tq

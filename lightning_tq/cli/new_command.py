@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
+from lightning_tq.cli.parser import Parser
 from transfer_queue.errors import ConfigError
 
 KINDS = ("grpo", "sft", "stream")
@@ -23,7 +23,7 @@ def main(args: Sequence[str]) -> None:
     made meanwhile, epoch by epoch. stream: it learns from an endless stream in a bounded queue. Exit codes: 0, 2 if
     the directory isn't empty or can't be written.
     """
-    parser = argparse.ArgumentParser("lightning-tq new", description=main.__doc__, allow_abbrev=False)
+    parser = Parser("new", main)
     parser.add_argument("kind", choices=KINDS, help="What to start from.")
     parser.add_argument("directory", metavar="DIR", help="Where to write it: a new or an empty directory.")
     options = parser.parse_args(args)

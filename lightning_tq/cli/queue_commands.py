@@ -19,6 +19,7 @@ from lightning_tq.checks import counted, did_you_mean, list_names
 from lightning_tq.cli import INTERRUPTED
 from lightning_tq.cli.dashboard_command import add_options as add_dashboard_options
 from lightning_tq.cli.dashboard_command import serve as serve_dashboard
+from lightning_tq.cli.parser import Parser
 from transfer_queue.errors import ConfigError
 
 _UNKNOWN_NAME = 1
@@ -39,7 +40,7 @@ Act = Callable[[argparse.Namespace, str], int | None]
 
 def _main(name: str, act: Act, args: Sequence[str]) -> int | None:
     """Returns the exit code: 0, 1 for an unknown client or task. Raises where no queue answers."""
-    parser = argparse.ArgumentParser(f"lightning-tq {name}", description=act.__doc__, allow_abbrev=False)
+    parser = Parser(name, act)
     if act is _evict:
         parser.add_argument("client", metavar="CLIENT", help="Name of the client.")
         parser.add_argument("--unit", action="store_true", help="Also if it is a storage unit. Its values are lost.")

@@ -20,6 +20,7 @@ import msgspec
 
 from lightning_tq.checks import counted
 from lightning_tq.cli import discard_output
+from lightning_tq.cli.parser import Parser
 from lightning_tq.cli.queue_commands import run_joined, seconds
 from transfer_queue.errors import ConfigError, QueueUnreachableError, TransferQueueError
 
@@ -50,7 +51,7 @@ def record(args: Sequence[str]) -> int | None:
     If it is killed, the queue keeps later batches for it: start it again with the same directory, or end that with
     "lightning-tq forget-task". Batches that the task had finished before it started are not there.
     """
-    parser = argparse.ArgumentParser("lightning-tq record", description=record.__doc__, allow_abbrev=False)
+    parser = Parser("record", record)
     parser.add_argument("address", metavar="ADDRESS", help="Address of the queue, which a run prints.")
     parser.add_argument(
         "directory", metavar="DIR", type=Path, help="Where to write. An earlier record of this run is continued."
@@ -190,7 +191,7 @@ def records(args: Sequence[str]) -> None:
     A step is one batch of every data-parallel rank. They are counted from 0, as trainer.global_step is where each batch
     is one optimizer step.
     """
-    parser = argparse.ArgumentParser("lightning-tq records", description=records.__doc__, allow_abbrev=False)
+    parser = Parser("records", records)
     parser.add_argument("directory", metavar="DIR", help="What lightning-tq record wrote.")
     parser.add_argument("--step", type=int, metavar="N", help="Show the samples of this step.")
     parser.add_argument("--partition", metavar="NAME", help="Count the batches of this partition only.")
@@ -286,7 +287,7 @@ def simulate(args: Sequence[str]) -> int:
     validation results, checkpoints and loggers, and of the callbacks only those that pace producers. It ends with the
     same paragraph as a fit: whether training or generation was the bottleneck.
     """
-    parser = argparse.ArgumentParser("lightning-tq simulate", description=simulate.__doc__, allow_abbrev=False)
+    parser = Parser("simulate", simulate)
     length = "Length of an optimizer step."
     parser.add_argument("--step-s", type=seconds, required=True, metavar="SECONDS", help=length)
     config = "YAML file of a run. Can be repeated; later files win."

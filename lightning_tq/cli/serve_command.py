@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from lightning_tq.cli.parser import Parser
+
 
 def main(args: Sequence[str]) -> None:
     """Serve a queue until SIGTERM, Ctrl-C or the end of the terminal (SIGHUP, which nohup ignores).
@@ -21,7 +23,7 @@ def main(args: Sequence[str]) -> None:
     addresses in one line that begins with "ready", and then lines to copy. Exit codes: 0 after a signal, 2 if it can't
     serve, or has lost the queue that it joined.
     """
-    parser = argparse.ArgumentParser("lightning-tq serve", description=main.__doc__, allow_abbrev=False)
+    parser = Parser("serve", main)
     listen = "Also serve other hosts at this address, as tcp://HOST:PORT. HOST 0.0.0.0: on all networks; PORT 0: any."
     parser.add_argument("--listen", metavar="ADDRESS", help=listen)
     parser.add_argument("--join", metavar="ADDRESS", help="Join the queue that listens there.")

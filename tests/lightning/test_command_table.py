@@ -42,6 +42,17 @@ def test_the_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == f"lightning-tq {version('lightning-tq')}\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"), [(["status", "--wach"], "--watch"), (["records", "d", "--stepp=3"], "--step")], ids=str
+)
+def test_an_unknown_option_is_named_with_the_one_that_was_meant(
+    capsys: pytest.CaptureFixture[str], words: list[str], meant: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        lightning_tq(words)
+    assert f"unrecognized arguments: {words[-1]}; did you mean {meant!r}?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["fit", "validate"])
 def test_a_trainers_command_without_a_run_asks_for_its_file(capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert lightning_tq([name]) == 2

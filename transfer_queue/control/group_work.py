@@ -396,13 +396,13 @@ def before_draw(state: PlaneState, partition: Partition, task: str, ready: Calla
     queue = ready_groups(ready(), groups, sampler, task)  # only what is ready may be too old for it
     step = state.leases.step_of(task, partition.name)
     if step is not None:
-        drop_stale(state, partition, task, step - is_early(state, partition, task), queue)
+        drop_stale(state, partition, task, step - versions_early(state, partition, task), queue)
     if groups.touched:
         settle(state, partition)
     ready_groups(ready(), groups, sampler, task).step = step
 
 
-def is_early(state: PlaneState, partition: Partition, task: str) -> int:
+def versions_early(state: PlaneState, partition: Partition, task: str) -> int:
     """For how many versions the next draw must wait, because even what is leased now would be too old for its step.
 
     Without that, with ``stale="drop"``, each group would be dropped as soon as it is ready, and one more be leased.
