@@ -155,7 +155,10 @@ class TQCheckpoint(Callback):
     # ---- the strategy's methods ----
 
     def _save_checkpoint(self, checkpoint: dict[str, Any], filepath: AnyPath, storage_options: Any = None) -> None:
-        """Save the queue first. Until the checkpoint exists too, the previous one can resume with either queue."""
+        """Save the queue first. Until the checkpoint exists too, the previous one can resume with either queue.
+
+        Not with ack="step": the newer queue may have acknowledged what the previous checkpoint trains next.
+        """
         failure: TransferQueueError | None = None
         if "optimizer_states" in checkpoint:  # otherwise it holds only weights, and no run resumes from it
             try:

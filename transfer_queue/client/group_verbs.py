@@ -230,8 +230,9 @@ class GroupVerbs(Gets, LeaseClient):
     async def async_move_on(self, partition: str, task_name: str, left: Sequence[str] = (), dp_rank: int = 0) -> None:
         """Say that a task draws groups of this partition from here on, and no more of those that it has left.
 
-        There, the reader has trained what it was given. Groups that no other task trains expire, also new ones, and
-        hold no slots. Fetches of the task are answered with the end of the stream, except for batches that were drawn
+        There, the reader trains no more of what it was given. Groups that no other task trains expire, also new ones,
+        and hold no slots.
+        Fetches of the task are answered with the end of the stream, except for batches that were drawn
         before. Loaders do so between epochs.
 
         Examples:

@@ -447,6 +447,7 @@ def undrew(state: PlaneState, partition: Partition, task: str, some: Iterable[Gr
         own = np.array([index for group in back for index in group.all_members()], dtype=np.int64)
         make_again(state, partition, own[np.isin(own, lost)], "its rows were lost with a storage unit")
     settle(state, partition)
+    _wake_early(state, task)
 
 
 def reset(state: PlaneState, partition: Partition, task: str) -> None:
@@ -544,6 +545,17 @@ def has_trained_all(state: PlaneState, task: str, reader: Hashable, besides: str
 
 def trained(state: PlaneState, partition: Partition, task: str, batches: Sequence[Drawn]) -> None:
     """A task has trained these batches. The slots of the groups that all their tasks have trained are free."""
+    trainer = state.leases.trainers[task]
+    trainer.last_step = max([trainer.last_step, *(batch.step for batch in batches)])
+    _are_over(state, partition, task, batches)
+
+
+def left_batches(state: PlaneState, partition: Partition, task: str, reader: Hashable) -> None:
+    """A reader has left the partition: what it was given there and has not said to have trained makes no step."""
+    _are_over(state, partition, task, list(state.leases.trainers[task].batches.get((partition.name, reader), [])))
+
+
+def _are_over(state: PlaneState, partition: Partition, task: str, batches: Sequence[Drawn]) -> None:
     for batch in batches:
         own = list(batch.groups.values())
         for group in own:
@@ -551,6 +563,15 @@ def trained(state: PlaneState, partition: Partition, task: str, batches: Sequenc
         groups_of(partition).drawn(task, own, None)
     if batches:
         settle(state, partition)
+        _wake_early(state, task)
+
+
+def _wake_early(state: PlaneState, task: str) -> None:
+    """The task's next draw may be for an earlier step than before, in whatever partition."""
+    sampler = state.leases.sampler(task)
+    if sampler is not None and sampler.stale == "drop":
+        for group in {wait.queue[:2] for wait in state.fetches_of(task)}:
+            state.waits.wake_first(group)
 
 
 def acked(state: PlaneState, partition: Partition, task: str, entries: Sequence[Entry]) -> None:
@@ -562,7 +583,11 @@ def acked(state: PlaneState, partition: Partition, task: str, entries: Sequence[
     if state.tasks.is_follower(task):
         groups.touched.update((group.index, group) for group in own)  # they may only have waited for it
     else:
+        trainer = state.leases.trainers[task]
         for group in own:
-            state.leases.trainers[task].is_over(group, group.drawn.get(task))
+            batch = group.drawn.get(task)
+            trainer.last_step = trainer.last_step if batch is None else max(trainer.last_step, batch.step)
+            trainer.is_over(group, batch)
         groups.acked(task, own)
+        _wake_early(state, task)
     settle(state, partition)

@@ -32,7 +32,7 @@ STARVED_AFTER: Final = 10
 class Trainer:
     """A task that draws groups: the slots that are taken, and what it has drawn and not trained yet.
 
-    ``batches``: by partition and reader. ``last_step``: the last one that it has drawn for.
+    ``batches``: by partition and reader. ``last_step``: the last one that it has trained, as far as it has said.
     ``rejected``: groups in a row; ``seen``: what the gate saw of them.
     """
 
@@ -51,7 +51,6 @@ class Trainer:
         batches = self.batches.setdefault((partition, reader), [])
         number = (batches[-1].number + 1 if batches else 0) if number is None else number
         batches.append(Drawn(partition, reader, number, step, {group.index: group for group in own}))
-        self.last_step = max(self.last_step, step)
         return batches[-1]
 
     def is_over(self, group: Group, batch: Drawn | None) -> None:
@@ -142,7 +141,7 @@ class Leases:
         if version is None:
             return None
         steps = {batch.step for batch in trainer.open_batches()}
-        return max(version + len(steps), trainer.last_step + 1)
+        return max(version + len(steps), max([*steps, trainer.last_step]) + 1)
 
     def advance(self, partition: str, version: int, resumed: bool) -> None:
         known = self.versions.get(partition)

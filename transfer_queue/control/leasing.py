@@ -304,7 +304,7 @@ def move_on(state: PlaneState, call: Call, request: p.MoveOn) -> Steps:
     for name in request.left:
         partition = state.partitions.get(name)
         if partition is not None and partition.groups is not None:
-            group_work.heard_of_trained(state, partition, request.task, request.dp_rank, None)
+            group_work.left_batches(state, partition, request.task, request.dp_rank)
             yield from group_work.left(state, partition, request.task)
             state.changed(partition)
     return p.Done(request.id)

@@ -107,7 +107,7 @@ class Trained(Request, frozen=True):
 class MoveOn(Request, frozen=True):
     """A task draws groups of this partition from here on, and no more of those that it has left.
 
-    There this reader has trained all that it was given.
+    There this reader trains no more of what it was given.
     """
 
     partition: str

@@ -336,6 +336,22 @@ def test_a_draw_for_which_the_newest_version_is_too_old_waits_for_the_next_one_a
     assert isinstance(answer.reply, p.Ended) if sealed else queue.heads(answer.reply) == last
 
 
+def test_what_was_drawn_in_a_partition_and_left_there_is_no_step():
+    queue = a_queue(GroupSampler(groups=1, ahead=2, max_staleness=1, stale="drop"), 3)
+    queue.work(3)
+    assert [len(queue.draw("actor", batch=index, rank=0)) for index in range(2)] == [1, 1]  # the first one is trained
+    queue.ask(TRAINER, p.Trained, PART, "actor", 1)
+    trained(queue, 1)
+    queue.add(3, ["actor"], partition="next")
+    assert queue.fetch("actor", batch=0, rank=0, partition="next", wait_s=30.0) is None
+    queue.advance(1, partition="next")
+    queue.ask(TRAINER, p.MoveOn, "next", "actor", [PART])
+    assert len(queue.work(1, partition="next")) == 1
+    (answer,) = queue.inbox
+    assert isinstance(answer.reply, p.Batch)
+    assert "stale" not in queue.states("next").values()
+
+
 # ---- bounds ----
 
 
