@@ -407,11 +407,11 @@ def versions_early(state: PlaneState, partition: Partition, task: str) -> int:
 
     Without that, with ``stale="drop"``, each group would be dropped as soon as it is ready, and one more be leased.
     """
-    sampler, version = state.leases.sampler(task), state.leases.version_of(partition.name)
-    step = state.leases.step_of(task, partition.name)
-    if sampler is None or sampler.stale != "drop" or sampler.max_staleness is None or step is None or version is None:
+    sampler = state.leases.sampler(task)
+    if sampler is None or sampler.stale != "drop" or sampler.max_staleness is None:
         return 0
-    return max(0, step - sampler.max_staleness - version)
+    version, step = state.leases.version_of(partition.name), state.leases.step_of(task, partition.name)
+    return 0 if version is None or step is None else max(0, step - sampler.max_staleness - version)
 
 
 def drew(
