@@ -231,9 +231,8 @@ class GroupVerbs(Gets, LeaseClient):
         """Say that a task draws groups of this partition from here on, and no more of those that it has left.
 
         There, the reader trains no more of what it was given. Groups that no other task trains expire, also new ones,
-        and hold no slots.
-        Fetches of the task are answered with the end of the stream, except for batches that were drawn
-        before. Loaders do so between epochs.
+        and hold no slots. Fetches of the task are answered with the end of the stream, except for batches that were
+        drawn before. Loaders do so between epochs.
 
         Examples:
             >>> client.move_on("train@1", "update_actor", left=["train@0"])

@@ -394,24 +394,17 @@ def before_draw(state: PlaneState, partition: Partition, task: str, ready: Calla
     if ready().follower is None:  # of a new reader, whose gate may be the first one for groups that name no task
         look_again(state, partition)
     queue = ready_groups(ready(), groups, sampler, task)  # only what is ready may be too old for it
-    step = state.leases.step_of(task, partition.name)
-    if step is not None:
-        drop_stale(state, partition, task, step - versions_early(state, partition, task), queue)
+    step, version = state.leases.step_of(task, partition.name), state.leases.version_of(partition.name)
+    early = 0
+    if step is not None and version is not None and sampler.stale == "drop" and sampler.max_staleness is not None:
+        # Even what is leased now would be too old for the step. Each group would be dropped as soon as it is ready, and
+        # one more be leased. So the draw waits for that many versions.
+        early = max(0, step - sampler.max_staleness - version)
+        drop_stale(state, partition, task, step - early, queue)
     if groups.touched:
         settle(state, partition)
-    ready_groups(ready(), groups, sampler, task).step = step
-
-
-def versions_early(state: PlaneState, partition: Partition, task: str) -> int:
-    """For how many versions the next draw must wait, because even what is leased now would be too old for its step.
-
-    Without that, with ``stale="drop"``, each group would be dropped as soon as it is ready, and one more be leased.
-    """
-    sampler = state.leases.sampler(task)
-    if sampler is None or sampler.stale != "drop" or sampler.max_staleness is None:
-        return 0
-    version, step = state.leases.version_of(partition.name), state.leases.step_of(task, partition.name)
-    return 0 if version is None or step is None else max(0, step - sampler.max_staleness - version)
+    queue = ready_groups(ready(), groups, sampler, task)
+    queue.step, queue.is_early = step, early > 0
 
 
 def drew(
@@ -545,8 +538,8 @@ def has_trained_all(state: PlaneState, task: str, reader: Hashable, besides: str
 
 def trained(state: PlaneState, partition: Partition, task: str, batches: Sequence[Drawn]) -> None:
     """A task has trained these batches. The slots of the groups that all their tasks have trained are free."""
-    trainer = state.leases.trainers[task]
-    trainer.last_step = max([trainer.last_step, *(batch.step for batch in batches)])
+    for batch in batches:
+        state.leases.trainers[task].has_trained(batch)
     _are_over(state, partition, task, batches)
 
 
@@ -584,9 +577,8 @@ def acked(state: PlaneState, partition: Partition, task: str, entries: Sequence[
         groups.touched.update((group.index, group) for group in own)  # they may only have waited for it
     else:
         trainer = state.leases.trainers[task]
-        for group in own:
-            batch = group.drawn.get(task)
-            trainer.last_step = trainer.last_step if batch is None else max(trainer.last_step, batch.step)
+        for batch, group in [(group.drawn.get(task), group) for group in own]:
+            trainer.has_trained(batch)
             trainer.is_over(group, batch)
         groups.acked(task, own)
         _wake_early(state, task)

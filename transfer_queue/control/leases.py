@@ -53,6 +53,11 @@ class Trainer:
         batches.append(Drawn(partition, reader, number, step, {group.index: group for group in own}))
         return batches[-1]
 
+    def has_trained(self, batch: Drawn | None) -> None:
+        """Its step is done. ``batch`` None: that is known."""
+        if batch is not None:
+            self.last_step = max(self.last_step, batch.step)
+
     def is_over(self, group: Group, batch: Drawn | None) -> None:
         """It has trained this group of the batch, or the group is gone, or nobody got it. Batches end with their last.
 

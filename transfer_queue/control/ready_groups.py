@@ -37,6 +37,8 @@ class ReadyGroups:
         self._task = task
         self.order = order
         self.step: int | None = None
+        self.is_early = False
+        """Whether even the newest version is too old for the next draw's step, so that it waits for the next one."""
         self._num_ready: dict[int, int] = {}
         self._sorted: list[tuple[Key, int]] = []
         self._start = 0

@@ -351,8 +351,8 @@ class ServedFetch:
 
     def _is_early(self, draw: Draw) -> bool:
         """Whether what is ready may be drawn only once the next version trains."""
-        has_ready = self._groups is not None and draw.ready.count > 0
-        return has_ready and group_work.versions_early(self._state, self.partition, self._fetch.task) > 0
+        queue = draw.ready.follower
+        return isinstance(queue, ReadyGroups) and queue.is_early and draw.ready.count > 0
 
     def _hand_out(self, draw: Draw, shares: list[Share]) -> Batch | Ended:
         """Write the round to the ledger, and answer the requesting rank."""
