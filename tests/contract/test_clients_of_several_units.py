@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 from tests.contract.storage_kit import until
 from tests.contract.units_kit import PAGE, ROOM, SmallQueue, held, pages
 from transfer_queue import TransferQueueClient
-from transfer_queue.errors import BatchTimeoutError, UnitLostError
+from transfer_queue.client.get import fetch_request
+from transfer_queue.errors import BatchTimeoutError, QueueUnreachableError, UnitLostError
 
 KINDS: dict[str, Callable[[Path], SmallQueue]] = {
     "frames": lambda path: SmallQueue(None, 0),
@@ -62,6 +64,44 @@ def test_a_field_that_was_put_again_into_another_unit_is_read_from_there(queue):
     assert column(other, meta)[::3].equal(-3 * pages(4)["x"][::3])
     client.clear_partition("p")
     assert values_by_unit(client) == [0, 0]
+
+
+@pytest.mark.parametrize("by", ["get_data", "fetch"])
+def test_a_value_that_comes_back_to_a_unit_is_never_older_there_than_the_last_put(queue, monkeypatch, by):
+    client, other = queue.start(ROOM, ROOM).client(), queue.client()
+    meta = client.put(pages(4), partition_id="p")
+    commit, done, seen, tasks = manager_of(client).commit, [0], list[tuple[int, int]](), itertools.count()
+
+    def version() -> int:
+        if by == "get_data":
+            return int(column(other, meta)[0, 0])
+        fetch = fetch_request(["x"], 4, "p", f"t{next(tasks)}", None, wait_s=30.0)
+        return int(other.take(other.fetch_batch(fetch))["x"].unbind()[0][0])
+
+    async def read_before_commit(*args: Any) -> None:
+        seen.append((done[0], version()))
+        await commit(*args)
+
+    monkeypatch.setattr(manager_of(client), "commit", read_before_commit)
+    for number in range(1, 9):
+        client.put({"x": torch.full_like(pages(4)["x"], number)}, metadata=meta)
+        done[0] = number
+        assert version() == number
+    assert [read for before, read in seen if read not in (before, before + 1)] == []
+
+
+def test_a_move_whose_writer_ends_before_its_commit_is_not_read_older_either(queue, monkeypatch):
+    client, other = queue.start(ROOM, ROOM).client(), queue.client()
+    meta = client.put(pages(4), partition_id="p")
+    client.put({"x": torch.full_like(pages(4)["x"], 1)}, metadata=meta)
+
+    async def fails(*args: Any) -> None:
+        raise QueueUnreachableError("cut off")
+
+    monkeypatch.setattr(manager_of(client), "commit", fails)
+    with pytest.raises(QueueUnreachableError):
+        client.put({"x": torch.full_like(pages(4)["x"], 2)}, metadata=meta)
+    assert column(other, meta)[0, 0] == 2
 
 
 def test_fields_and_batches_that_lie_in_several_units_come_back_whole(queue):

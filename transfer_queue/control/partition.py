@@ -60,6 +60,10 @@ class Partition:
         self.num_withdrawn = 0
         """Samples that were published and no longer count as such, because their put was cancelled."""
         self.num_rewrites = 0
+        self.moving: dict[tuple[str, int], float] = {}
+        """Published writes (client and first call) that moved values to other units, until they are committed there, or
+        until this time.
+        """
         self.free = ReadySet()
         """Rows that were pre-allocated for the next inserts."""
         self.num_reserved = 0

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import ClassVar
 
@@ -26,6 +27,8 @@ _MOST_AT_ONCE = 2**24
 """Samples of one request: more is a mistake, and would take gigabytes before it failed."""
 _MOST_NAMED = 5
 """Writers that a reply names."""
+_COMMITTED_S = 60.0
+"""By then a storage unit has heard that a client has ended between the publish of a write and its commit."""
 
 # ---- what a write holds ----
 
@@ -72,18 +75,18 @@ class Permit(Holding):
 
     def __init__(self, state: PlaneState, write: tuple[str, int], request: Rewrite) -> None:
         """``write``: client and first call."""
-        self._state, self.write, self.request = state, write, request
+        self.state, self.write, self.request = state, write, request
 
     def replaces(self) -> bool:
         """Whether it would replace values now."""
-        return len(replaced(self._state, self.request)) > 0
+        return len(replaced(self.state, self.request)) > 0
 
     def keep(self) -> None:
         """The write is over."""
-        self._state.waits.wake_first(SAVING)
+        self.state.waits.wake_first(SAVING)
 
     def undo(self) -> bool:
-        self._state.ended_writes.append((*self.write, self.is_published))
+        self.state.ended_writes.append((*self.write, self.is_published))
         self.keep()
         return not self.is_published
 
@@ -93,6 +96,25 @@ class Committing(Permit):
 
     until = Until.RECEIVED
     is_published = True
+
+    def __init__(self, permit: Permit, partition: Partition, moves: bool) -> None:
+        """``moves``: some of its values are in other units than before."""
+        super().__init__(permit.state, permit.write, permit.request)
+        self._moving, self._moves = partition.moving, moves
+        if moves:
+            for write in [write for write, end in self._moving.items() if end < self.state.calls.now]:
+                del self._moving[write]
+            self._moving[self.write] = math.inf
+
+    def keep(self) -> None:
+        self._moving.pop(self.write, None)
+        super().keep()
+
+    def undo(self) -> bool:
+        undone = super().undo()
+        if self._moves:  # the janitor commits it, in a moment
+            self._moving[self.write] = self.state.calls.now + _COMMITTED_S
+        return undone
 
 
 class NewSamples(Holding):
@@ -437,12 +459,13 @@ def publish(state: PlaneState, call: Call, request: p.Publish) -> p.Reply:
     indexes = p.unpack_indexes(request.indexes)
     if request.tags:
         check_tags(request.tags.values())
+    moves = request.uncommitted and partition.schema.moves(partition.rows_of(indexes), request.fields)
     rows = _published(state, call, request, partition, indexes)
     state.producers.published(call, request.fields)
     first: Call | None = call
     if not call.is_registered or request.completes != call.number:
         first = state.calls.find(call.client, request.completes)
-    if first is None or not first.holdings or not _complete(state, call, request, first, partition):
+    if first is None or not first.holdings or not _complete(state, call, request, first, partition, moves):
         state.calls.hold(call, Effect())
     if request.describe:
         return describe(request.id, partition, indexes, partition.schema.fields_of(rows), rows)
@@ -476,7 +499,9 @@ def _appeared(
         group_work.joined(state, call, partition, members, indexes)
 
 
-def _complete(state: PlaneState, call: Call, request: p.Publish, first: Call, partition: Partition) -> bool:
+def _complete(
+    state: PlaneState, call: Call, request: p.Publish, first: Call, partition: Partition, moves: bool
+) -> bool:
     """End what the first call holds. Returns whether the publish now holds something that keeps its answer."""
     keeps = False
     indexes = p.unpack_indexes(request.indexes)
@@ -491,7 +516,7 @@ def _complete(state: PlaneState, call: Call, request: p.Publish, first: Call, pa
                 state.calls.hold(call, NewSamples(state, partition, indexes))
                 keeps = True
         elif isinstance(own, Permit) and request.uncommitted:
-            state.calls.hold(call, Committing(state, own.write, own.request))
+            state.calls.hold(call, Committing(own, partition, moves))
             keeps = True
         elif isinstance(own, Permit):
             own.keep()

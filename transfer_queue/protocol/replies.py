@@ -56,7 +56,8 @@ class Batch(Reply, frozen=True):
     ``versions``: by head, the policy version of its first lease. ``most_rows``: of a rank's batch in a round of groups.
     ``more``: this is a page of a Describe, and not the last one. ``partial``, of samples that were named by their keys:
     fields that some of them have and others lack. ``remains``: by row of the batch as it was drawn, whether it is still
-    there (uint8); None: all are.
+    there (uint8); None: all are. ``moving``: writes (client and first call) that moved values of this partition to
+    other units, and may not be committed there yet.
     """
 
     partition: str
@@ -74,6 +75,7 @@ class Batch(Reply, frozen=True):
     versions: dict[int, int] = {}
     most_rows: int = 0
     remains: bytes | None = None
+    moving: list[tuple[str, int]] = []
 
     @property
     def lies_in_front(self) -> bool:
