@@ -111,7 +111,7 @@ def _wrong(stats: Numbers, units_error: str | None) -> Iterator[Finding]:
             yield _gone(name, field, partition, end)
         for field, count in partition["lost"].items():
             what, lost = f"{_counted(count)} of {name!r}", (f"lost {field!r} with a storage unit",)
-            yield Finding(kind="lost", names=(name, field), what=what, held_up_by=lost, to_do=_put_again(name))
+            yield Finding(kind="lost", names=(name, field), what=what, held_up_by=lost, to_do=put_again(name))
     for at, unit in enumerate(stats["lost_units"]):
         before = stats["lost_units"][:at].count(unit)  # a unit may come again under its name, and end again
         ended = ("ended, and its values with it",)
@@ -171,7 +171,8 @@ def _gone(name: str, field: str, partition: Numbers, end: Numbers) -> Finding:
     return Finding(kind="gone", names=(name,), what=what, held_up_by=died, to_do=to_do)
 
 
-def _put_again(partition: str) -> tuple[str, ...]:
+def put_again(partition: str) -> tuple[str, ...]:
+    """What to do about lost values."""
     return f"put the lost values again (client.get_lost_samples({partition!r}) names them)", "clear those samples"
 
 
@@ -381,7 +382,7 @@ def _remedies(facts: Numbers) -> Iterator[str]:
     partition, is_short = facts["partition"], _is_short(facts)
     is_expected = facts.get("lacking") or facts.get("reserved") or facts.get("last_published_s", 0.0) is None
     if facts.get("lost"):
-        yield from _put_again(partition)
+        yield from put_again(partition)
     elif held_back := _without_sampler(facts):
         yield from _to_sample(held_back)
     elif held := facts.get("in_hand"):
@@ -457,7 +458,7 @@ def _for_groups(facts: Numbers) -> Iterator[str]:
     states, task = facts["groups"]["states"], facts["task"]
     slots = facts["groups"]["slots"].get(task, {"used": 0, "here": 0, "budget": 1})
     if facts.get("lost"):
-        yield from _put_again(facts["partition"])
+        yield from put_again(facts["partition"])
     elif held_back := _without_sampler(facts):
         yield from _to_sample(held_back)
     elif states.get("running", 0) > states.get("closed", 0):

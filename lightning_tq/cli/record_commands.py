@@ -211,6 +211,14 @@ def records(args: Sequence[str]) -> None:
             f"{found.directory} has no step {options.step}. It has {len(rounds)} from {first} on, of the "
             f"partitions {found.partitions}."
         )
+    sure = next((partition for partition in found.partitions if partition in found.may_lack), None)
+    if options.step is not None and options.partition is None and sure is not None:
+        last = max(number for number, (partition, _) in enumerate(rounds, first) if partition == sure)
+        if options.step > last:
+            raise tq.CheckpointError(
+                f"{found.directory} may lack batches of partition {sure!r} after step {last}, so later steps have no "
+                f"sure number. Count those of one partition: --partition NAME."
+            )
     whole = options.step is None
     shown = _summary(found, rounds, first) if whole else _samples(found, *rounds[options.step - first])
     _show(list(shown), options.json)
@@ -225,7 +233,8 @@ def _summary(found: RecordedBatches, rounds: list[tuple[str, int]], first: int) 
         _, meta = found.read(name, next(iter(found.rounds[name, own[0]])), own[0])
         yield {
             "partition": name, "steps": f"{at[0]} to {at[-1]}", "batches": f"{min(own)} to {max(own)}",
-            "lacking": gaps or None, "ranks": len(found.rounds[name, own[0]]), "rows": meta.size,
+            "lacking": gaps or None, "cleared after": found.may_lack.get(name),
+            "ranks": len(found.rounds[name, own[0]]), "rows": meta.size,
             "fields": ", ".join(meta.field_names),
         }  # fmt: skip
 

@@ -67,6 +67,18 @@ def test_a_link_that_is_cut_for_ten_seconds_loses_nothing(hosts, two_programs):
 
 
 @pytest.mark.slow
+def test_the_first_connection_to_a_host_waits_while_its_link_is_cut_for_some_seconds(hosts, two_programs):
+    a, b = hosts
+    near, far, _ = two_programs
+    far.do("put('p', 4)")
+    b.cut()
+    near.begin("get('p', 4, timeout_s=60.0)")
+    a.start("sleep", "7").wait()
+    b.heal()
+    assert near.result() == [0, 1, 2, 3]
+
+
+@pytest.mark.slow
 def test_a_program_that_was_cut_off_for_longer_than_its_lease_comes_back(hosts, program):
     a, b = hosts
     first = a.serve()

@@ -136,9 +136,10 @@ def test_an_error_of_the_storage_part_leaves_nothing(filled, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_metadata_must_be_json(filled, tmp_path):
+@pytest.mark.parametrize("wrong", [object(), float("nan"), "\ud800"])
+def test_metadata_must_be_json(filled, tmp_path, wrong):
     with pytest.raises(ValueError, match="must be JSON"):
-        filled.save_checkpoint(tmp_path / "c", metadata={"x": object()})
+        filled.save_checkpoint(tmp_path / "c", metadata={"x": wrong})
     assert os.listdir(tmp_path) == []
 
 

@@ -391,7 +391,7 @@ def test_one_string_is_one_name_wherever_names_are_given(client, name):
     assert meta.size == 4
 
 
-@pytest.mark.parametrize("wrong", ["1", [], float("nan")])
+@pytest.mark.parametrize("wrong", ["1", [], float("nan"), True])
 def test_a_timeout_that_is_no_number_is_named(client, name, wrong):
     with pytest.raises(ValueError, match=r"timeout_s of .* must be a number of seconds"):
         client.get_meta(["a"], 1, name, task_name="train", timeout_s=wrong)

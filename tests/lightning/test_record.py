@@ -176,6 +176,31 @@ def test_a_replay_trains_every_recorded_batch_and_leaves_the_live_task_where_it_
     assert [index for noted in rest.noted for index in noted[1]] == samples[1][8:]
 
 
+def test_a_replay_ends_with_an_error_where_batches_were_cleared_before_they_were_written(
+    tmp_path: Path, data: Callable[..., TQDataModule], trainer: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    client, record = data(train=stream()).client, tmp_path / "record"
+    client.register_task("learn", dp_size=1)
+    client.register_task("copy", follows="learn")
+    for epoch in range(2):
+        fill(client, f"train@{epoch}", 8)
+    for name, number in [("train@0", 0), ("train@0", 1), ("train@1", 0), ("train@1", 1)]:
+        of = {"dp_rank": 0, "batch_index": number}
+        client.get_meta(["x", "text"], 4, name, task_name="learn", sampling_config=of)
+        if number == 0:
+            client.save_batches(record / f"00000{name[-1]}", "copy")
+        elif name == "train@0":
+            client.clear_partition(name)
+    assert tq.RecordedBatches(record).may_lack == {"train@0": 4}
+    replay = TQDataModule(train=stream("train@{epoch}", replay_from=str(record)))
+    with pytest.raises(tq.CheckpointError, match="batches up to 0, and may lack later ones: 4 samples were cleared"):
+        trainer(max_epochs=2).fit(Noting(), replay)
+    assert lightning_tq(["records", str(record), "--step", "0"]) == 0
+    assert lightning_tq(["records", str(record), "--step", "1"]) == 2
+    assert "no sure number" in capsys.readouterr().err
+    assert lightning_tq(["records", str(record), "--step", "0", "--partition", "train@1"]) == 0
+
+
 @pytest.mark.programs
 def test_what_a_killed_recorder_wrote_is_readable_and_the_next_one_goes_on_without_a_gap(
     tmp_path: Path, data: Callable[..., TQDataModule]

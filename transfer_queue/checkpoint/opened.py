@@ -71,7 +71,8 @@ class Opened:
 def check_user_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return a copy. Raises InvalidRequestError for values that are not JSON."""
     try:
-        plain: dict[str, Any] = json.loads(json.dumps(dict(metadata or {})))
+        text = json.dumps(dict(metadata or {}), allow_nan=False, ensure_ascii=False).encode()
+        plain: dict[str, Any] = json.loads(text)
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"a checkpoint's metadata must be JSON: {error}.") from error
     return plain

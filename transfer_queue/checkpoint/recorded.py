@@ -114,14 +114,18 @@ class RecordedBatches:
         """By (partition, batch), in the order in which they were given, the ranks that got a share, and where it is."""
         self.begun_again: list[Path] = []
         """Parts that have batch 0 of the first partition anew: another run wrote them."""
+        self.may_lack: dict[str, int] = {}
+        """Partitions after whose last batch so many samples were cleared before they were written."""
         self._open: _Directory | None = None
         self._dp_sizes: set[int] = set()
         self._batch_sizes: set[int | None] = set()
         self._layout, self._allow_pickle = "dense", False
-        first = None  # what names the first of these partitions
+        first, cleared = None, dict[Path, int]()  # what names the first of these partitions
         for path in sorted(path for path in self.directory.glob("[0-9]*") if is_checkpoint(path)):
             with reading(path):
-                for partition, batch in Opened(path).state.batches():
+                opened = Opened(path)
+                cleared[path] = opened.metadata.user_metadata.get("cleared", 0)
+                for partition, batch in opened.state.batches():
                     # A run that resumed from a checkpoint was given a batch again: the last time counts.
                     self.rounds.setdefault((partition, batch.batch_index), {})[batch.rank] = path
                     is_first = (partition, batch.batch_index) == (next(iter(self.rounds))[0], 0)
@@ -132,6 +136,17 @@ class RecordedBatches:
                     self._batch_sizes.add(batch.batch_size)
         if not self.rounds:
             raise CheckpointNotFoundError(f"no record at {directory}: lightning-tq record has written nothing there.")
+        self._look_for_losses(cleared)
+
+    def _look_for_losses(self, cleared: Mapping[Path, int]) -> None:
+        """``cleared``: by part, as counted before it was saved. So only the part after the next surely counts all."""
+        counts, parts = list(cleared.values()), list(cleared)
+        last = {partition: path for (partition, _), ranks in self.rounds.items() for path in ranks.values()}
+        for partition, path in last.items():
+            at = parts.index(path)
+            before, after = counts[at], counts[min(at + 2, len(counts) - 1)]
+            if after != before:
+                self.may_lack[partition] = after - before if after > before else after  # another queue counts anew
 
     @property
     def partitions(self) -> list[str]:
@@ -220,6 +235,12 @@ class RecordedBatches:
             return found
         there = [index for (name, index), ranks in self.rounds.items() if name == partition and rank in ranks]
         if there and batch_index > max(there):
+            if partition in self.may_lack:
+                raise CheckpointError(
+                    f"the record {self.directory} of {partition!r} has batches up to {max(there)}, and may lack later "
+                    f"ones: {self.may_lack[partition]} samples were cleared before they were written. To replay what "
+                    f"follows, resume the run from a checkpoint of then."
+                )
             raise EndOfPartitionError(f"the record {self.directory} of {partition!r} ends with batch {max(there)}.")
         if not there:
             raise CheckpointError(

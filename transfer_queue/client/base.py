@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -204,7 +203,7 @@ def as_names(given: Sequence[str] | str, what: str = "data_fields") -> list[str]
 
 def checked_wait(verb: str, timeout_s: float) -> float:
     """The wait as it may be sent. Raises InvalidRequestError for what is no number."""
-    if not isinstance(timeout_s, numbers.Real) or math.isnan(timeout_s):
+    if not isinstance(timeout_s, numbers.Real) or isinstance(timeout_s, bool) or timeout_s != timeout_s:
         raise InvalidRequestError(f"timeout_s of {verb} must be a number of seconds, got {timeout_s!r}.")
     return min(max(timeout_s, 0.0), p.LONGEST_WAIT_S)
 

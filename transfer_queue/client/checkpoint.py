@@ -97,7 +97,8 @@ class Checkpoints(ClientBase):
             >>> client.save_batches("runs/record/000000", "copy")
             1
         """
-        saved = await self._save(directory, {"task": task_name}, task_name)
+        dropped = (await self.session.stats())["dropped"].get(task_name, {})
+        saved = await self._save(directory, {"task": task_name, "cleared": dropped.get("cleared", 0)}, task_name)
         by_partition: dict[str, list[str]] = {}
         for partition, batch in saved:
             by_partition.setdefault(partition, []).append(batch.token)

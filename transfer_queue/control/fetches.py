@@ -18,7 +18,7 @@ from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.serving import ServedFetch, check_fetch
 from transfer_queue.control.state import FETCHES, PlaneState
 from transfer_queue.control.writing import writers_of
-from transfer_queue.diagnosis import end_of_producer, holds, is_internal
+from transfer_queue.diagnosis import end_of_producer, holds, is_internal, put_again
 from transfer_queue.errors import InvalidRequestError, ProducersGoneError
 
 
@@ -141,8 +141,13 @@ class _Reader:
         )
 
     def _left_groups(self) -> str:
-        """What becomes of the groups that workers have left behind."""
+        """What becomes of the groups that workers have left behind, and of values that were lost."""
         partition = self._state.partitions.get(self._fetch.partition)
+        for field, indexes in ({} if partition is None else partition.lost()).items():
+            if field in self._fetch.fields:
+                also = [] if partition is None or partition.groups is None else ["reject them, which frees their slots"]
+                again = ", or ".join([*put_again(self._fetch.partition), *also])
+                return f" {len(indexes):,} of its samples lost {field!r} with a storage unit: {again}."
         waiting = 0 if partition is None or partition.groups is None else partition.groups.numbers().get("waiting", 0)
         if not waiting:
             return ""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import socket
 import threading
 import time
 import weakref
@@ -36,7 +37,9 @@ AT_ONCE_NBYTES = 1 << 18
 _CLOSE_S = 5.0
 _MOST_CANCELS = 1024
 """Of one link that the next one repeats."""
-_NEVER_MS = 1 << 30
+_TRY_AGAIN_MS = 1000
+_REFUSES_S = 0.2
+"""A host that is reached refuses a port on which nobody listens sooner than this."""
 _ID_BITS = 40
 _ID_MASK = (1 << _ID_BITS) - 1
 _EVENTS = (
@@ -238,7 +241,7 @@ class _Link:
         if event == zmq.EVENT_CONNECTED:
             self.is_connected = True
         elif event == zmq.EVENT_CLOSED:
-            self.fail(str(absent(self.peer)))
+            self._look_who_listens()
         elif event == zmq.EVENT_DISCONNECTED:
             self.fail(str(gone(self.peer)))
         else:
@@ -247,6 +250,16 @@ class _Link:
                 f"has ended just now. Its public key is in its key file: name a copy by TQ_KEY_FILE or key_file. "
                 f"Without encryption there is none."
             )
+
+    def _look_who_listens(self) -> None:
+        """ZMQ could not connect, and doesn't say why. Nobody listens there; or the link is down, and it tries again."""
+        host, _, port = self.peer.address.removeprefix("tcp://").rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), _REFUSES_S).close()
+        except ConnectionRefusedError:
+            self.fail(str(absent(self.peer)))
+        except OSError:
+            return
 
     def _count_beat(self, heartbeat_s: float, lease_s: float) -> None:
         """Fail once the peer has been silent for a lease. Its messages reset the count."""
@@ -279,8 +292,7 @@ class _Link:
 def _dealer(context: zmq.Context[Any], server_key: str | None) -> Any:
     dealer: Any = context.socket(zmq.DEALER)
     dealer.set_hwm(0)  # nothing is ever dropped, and a send never waits for room
-    # We close connections that have ended. (-1, for never, can keep a closed socket from ending.)
-    dealer.reconnect_ivl = _NEVER_MS
+    dealer.reconnect_ivl = _TRY_AGAIN_MS  # until it is connected once; a connection that has ended is closed at once
     if server_key is not None:
         public, secret = zmq.curve_keypair()
         dealer.curve_publickey, dealer.curve_secretkey = public, secret

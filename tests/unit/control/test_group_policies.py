@@ -219,6 +219,12 @@ def test_a_window_smaller_than_a_step_is_refused():
         GroupSampler(groups=4, window=3)
 
 
+@pytest.mark.parametrize(("name", "wrong"), [("gate", 5), ("oversample", "2")])
+def test_settings_of_another_type_are_refused_by_name(name, wrong):
+    with pytest.raises(SamplerError, match=f"{name} must be .* got {wrong!r}"):
+        GroupSampler(groups=4, **{name: wrong})
+
+
 # ---- SkyRL and AReaL: capacity by steps ----
 
 

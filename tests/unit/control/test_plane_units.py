@@ -118,6 +118,18 @@ def test_lost_values_of_a_partition_that_is_empty_by_now_are_not_asked_for(plane
     assert ask(plane, ACTOR, p.GetStats).value["partitions"]["p"]["lost"] == {}
 
 
+def test_who_waits_for_lost_values_without_producers_hears_what_to_do_about_them(plane):
+    join(plane, "left")
+    samples = reserve(plane, 4)
+    publish_in(plane, samples, [(1, 4)], "x")
+    plane.client_gone("left", 0.0)
+    assert fetch(plane, 4, wait_s=1e4) is None
+    plane.client_gone(ROLLOUT, 0.0)
+    (late,) = plane.expire(1000.0)
+    said = ["4 of its samples lost 'x' with a storage unit", "client.get_lost_samples('p') names them"]
+    refused(late.reply, "ProducersGoneError", *said)
+
+
 def test_a_drawn_batch_that_lost_values_waits_for_them(plane):
     join(plane, "left")
     samples = reserve(plane, 2)
