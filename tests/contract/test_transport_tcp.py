@@ -263,6 +263,12 @@ def test_where_nobody_listens_a_call_says_so_at_once(caller, drive):
         drive(caller.call_many(calls(Peer("desk", f"tcp://127.0.0.1:{port}"), b"echo"), 60.0))
 
 
+@DRIVES
+def test_where_no_host_has_the_name_a_call_says_so(caller, drive):
+    with pytest.raises(QueueUnreachableError, match="can't connect to desk at tcp://nowhere.invalid:5555: "):
+        drive(caller.call_many(calls(Peer("desk", "tcp://nowhere.invalid:5555"), b"echo"), 60.0))
+
+
 @pytest.mark.parametrize("address", ["tcp://", "tcp://nowhere", "tcp://127.0.0.1:no", "http://localhost:80"])
 def test_what_is_no_address_is_told_as_such(caller, address):
     with pytest.raises(QueueUnreachableError, match="can't connect to desk at"):

@@ -27,7 +27,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from transfer_queue.errors import QueueUnreachableError
 from transfer_queue.transport.base import CONFIRM, Buffer, Liveness, Peer
-from transfer_queue.transport.connections import absent, gone, no_address, unconnected
+from transfer_queue.transport.connections import gone, no_address, unconnected
 from transfer_queue.transport.descriptors import Descriptors
 from transfer_queue.transport.framing import FramingError, Message
 from transfer_queue.transport.tcp_wire import BEAT, BYE, CALL, HELLO, LINGER_MS, VERSION, PartsReader, pack
@@ -44,7 +44,7 @@ _ID_BITS = 40
 _ID_MASK = (1 << _ID_BITS) - 1
 _EVENTS = (
     zmq.EVENT_CONNECTED
-    | zmq.EVENT_CLOSED
+    | zmq.EVENT_CONNECT_RETRIED
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -240,7 +240,7 @@ class _Link:
     def _handle_event(self, event: int) -> None:
         if event == zmq.EVENT_CONNECTED:
             self.is_connected = True
-        elif event == zmq.EVENT_CLOSED:
+        elif event == zmq.EVENT_CONNECT_RETRIED:
             self._look_who_listens()
         elif event == zmq.EVENT_DISCONNECTED:
             self.fail(str(gone(self.peer)))
@@ -252,12 +252,14 @@ class _Link:
             )
 
     def _look_who_listens(self) -> None:
-        """ZMQ could not connect, and doesn't say why. Nobody listens there; or the link is down, and it tries again."""
+        """ZMQ could not connect, and doesn't say why. If the link is down, it tries again, until the lease is over."""
+        if self.is_connected:
+            return  # its end is told
         host, _, port = self.peer.address.removeprefix("tcp://").rpartition(":")
         try:
             socket.create_connection((host, int(port)), _REFUSES_S).close()
-        except ConnectionRefusedError:
-            self.fail(str(absent(self.peer)))
+        except (ConnectionRefusedError, socket.gaierror) as error:
+            self.fail(str(unconnected(self.peer, error)))
         except OSError:
             return
 
