@@ -265,7 +265,7 @@ def test_where_nobody_listens_a_call_says_so_at_once(caller, drive):
 
 @DRIVES
 def test_where_no_host_has_the_name_a_call_says_so(caller, drive):
-    with pytest.raises(QueueUnreachableError, match="can't connect to desk at tcp://nowhere.invalid:5555: "):
+    with pytest.raises(QueueUnreachableError, match=r"can't connect to desk at tcp://nowhere\.invalid:5555: "):
         drive(caller.call_many(calls(Peer("desk", "tcp://nowhere.invalid:5555"), b"echo"), 60.0))
 
 

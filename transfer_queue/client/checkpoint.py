@@ -214,6 +214,7 @@ class Checkpoints(ClientBase):
         freeze = p.Freeze(session.number(), wait_s, task)
         frozen = await session.send(freeze, p.Frozen, wait_s, keep=True)
         try:
+            await self.storage_manager.commit_earlier(frozen.committing)
             file, part = await off_loop(GrowingFile, path), 1
             try:
                 await off_loop(write_slice, file, frozen.state)

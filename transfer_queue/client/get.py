@@ -213,14 +213,9 @@ class Gets(ClientBase):
                 f"{reply.dropped} samples were left over by the tail policy."
             )
         assert isinstance(reply, p.Batch | p.NotReady)
-        if isinstance(reply, p.Batch) and reply.moving:
-            await self._commit_moves(reply)
+        if isinstance(reply, p.Batch) and reply.committing:
+            await self.storage_manager.commit_earlier(reply.committing)
         return reply, frames
-
-    async def _commit_moves(self, batch: p.Batch) -> None:
-        """Have values that moved committed where they are now: that unit may have older ones, of an earlier time."""
-        for client, call in batch.moving:
-            await self.storage_manager.end_write(client, call, True)
 
     async def async_take(self, batch: FetchedBatch) -> TensorDict:
         """The values of a batch, as ``async_get_data`` gives them; once.
@@ -344,8 +339,8 @@ class Gets(ClientBase):
                 f"some of these samples of partition {partition!r} lack the fields {lacking}: they were not "
                 "put yet, or never. Fetch again, or correct the names."
             )
-        if described.moving:
-            await self._commit_moves(described)
+        if described.committing:
+            await self.storage_manager.commit_earlier(described.committing)
         return described
 
     async def _check_lost(self, partition: str, names: Sequence[str], indexes: Sequence[int] | p.Indexes) -> None:

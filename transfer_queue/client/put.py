@@ -104,6 +104,7 @@ class WriteTransaction:
             self._check_session()
             published = await session.send(publish, p.Reply, keep=True)
             if self._columns is not None and not fresh:
+                await storage.commit_earlier(published.committing)  # type: ignore[attr-defined]
                 await storage.commit(begin.id, units)
         except BaseException as error:
             # Otherwise it may be published: the controller knows, and has the write ended accordingly.

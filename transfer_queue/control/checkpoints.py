@@ -66,7 +66,8 @@ def freeze(state: PlaneState, call: Call, request: p.Freeze) -> p.Reply | Wait:
             return None
         frozen = Freezing(state, Snapshot(state, state.calls.now, request.task))
         state.calls.hold(call, frozen)
-        return p.Frozen(request.id, *frozen.snapshot.read(0))
+        committing = [write for own in state.partitions.values() for write in own.committing]
+        return p.Frozen(request.id, *frozen.snapshot.read(0), committing)
 
     return answer(None, True) or Wait(SAVING, state.calls.now + request.wait_s, answer)
 

@@ -60,8 +60,8 @@ class Partition:
         self.num_withdrawn = 0
         """Samples that were published and no longer count as such, because their put was cancelled."""
         self.num_rewrites = 0
-        self.moving: dict[tuple[str, int], float] = {}
-        """Published writes (client and first call) that moved values to other units, until they are committed there, or
+        self.committing: dict[tuple[str, int], tuple[Indexes, float]] = {}
+        """Published writes (client and first call) that replace values of these samples, until they are committed, or
         until this time.
         """
         self.free = ReadySet()
@@ -204,6 +204,11 @@ class Partition:
             samples = rows
         for consumer in self.consumers.values():
             consumer.published(samples, news)
+
+    def committing_of(self, indexes: Indexes) -> list[tuple[str, int]]:
+        """Published writes that replace values of these samples, and that may not be committed yet."""
+        found = self.committing.items() if self.committing else ()
+        return [write for write, (own, _) in found if np.isin(own, indexes).any()]
 
     def lose_unit(self, unit: int) -> Indexes:
         """The values in this storage unit are gone. Returns the samples and heads that have lost some."""

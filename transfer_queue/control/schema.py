@@ -188,15 +188,9 @@ class Schema:
                 self._table.column(_SHAPES + name)[rows] = shapes
         return news
 
-    def moves(self, rows: Rows, specs: Mapping[str, FieldSpec]) -> bool:
-        """Whether recording these fields would move a value to another unit, which may have an older one of it."""
-        for name, spec in specs.items():
-            if name in self._placed or spec.units is not None:
-                before = self._table.column(_UNIT + name)[rows] if name in self._placed else 0
-                after = 0 if spec.units is None else by_row(spec.units)
-                if (self.has(name)[rows] & (before != after)).any():
-                    return True
-        return False
+    def replaces(self, rows: Rows, names: Iterable[str]) -> bool:
+        """Whether one of these rows has one of these fields."""
+        return any(self.has(name)[rows].any() for name in names)
 
     def _units_of(self, name: str, rows: Rows) -> npt.NDArray[np.int32] | None:
         """The unit of each row; None: all of them are in unit 0."""

@@ -572,5 +572,6 @@ def describe(request_id: int, partition: Partition, indexes: Indexes, fields: li
     specs = {name: schema.spec(name, rows) for name in fields if name in schema.counts}
     return Batch(
         request_id, partition.name, pack_indexes(indexes), specs, status.tobytes(),
-        pack_tags(partition.tags.packed(rows)), heads=heads, versions=versions, moving=list(partition.moving),
+        pack_tags(partition.tags.packed(rows)), heads=heads, versions=versions,
+        committing=partition.committing_of(indexes),
     )  # fmt: skip

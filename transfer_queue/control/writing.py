@@ -97,24 +97,26 @@ class Committing(Permit):
     until = Until.RECEIVED
     is_published = True
 
-    def __init__(self, permit: Permit, partition: Partition, moves: bool) -> None:
-        """``moves``: some of its values are in other units than before."""
+    def __init__(self, permit: Permit, partition: Partition, replaced: p.Indexes) -> None:
+        """``replaced``: samples of which a storage unit may have older values until then."""
         super().__init__(permit.state, permit.write, permit.request)
-        self._moving, self._moves = partition.moving, moves
-        if moves:
-            for write in [write for write, end in self._moving.items() if end < self.state.calls.now]:
-                del self._moving[write]
-            self._moving[self.write] = math.inf
+        self._committing, self._replaced = partition.committing, replaced
+        if len(replaced):
+            now = self.state.calls.now
+            for write in [write for write, (_, end) in self._committing.items() if end < now]:
+                del self._committing[write]
+            self._committing[self.write] = (replaced, math.inf)
 
     def keep(self) -> None:
-        self._moving.pop(self.write, None)
+        self._committing.pop(self.write, None)
         super().keep()
 
     def undo(self) -> bool:
-        undone = super().undo()
-        if self._moves:  # the janitor commits it, in a moment
-            self._moving[self.write] = self.state.calls.now + _COMMITTED_S
-        return undone
+        if self.write in self._committing:  # where it keeps its place: the janitor commits it, in a moment
+            self._committing[self.write] = (self._replaced, self.state.calls.now + _COMMITTED_S)
+        self.state.ended_writes.append((*self.write, True))
+        super().keep()
+        return False
 
 
 class NewSamples(Holding):
@@ -459,17 +461,30 @@ def publish(state: PlaneState, call: Call, request: p.Publish) -> p.Reply:
     indexes = p.unpack_indexes(request.indexes)
     if request.tags:
         check_tags(request.tags.values())
-    moves = request.uncommitted and partition.schema.moves(partition.rows_of(indexes), request.fields)
+    earlier = partition.committing_of(indexes)
+    replaced = indexes if _leaves_older(state, request, partition, indexes) else p.NO_INDEXES
     rows = _published(state, call, request, partition, indexes)
     state.producers.published(call, request.fields)
     first: Call | None = call
     if not call.is_registered or request.completes != call.number:
         first = state.calls.find(call.client, request.completes)
-    if first is None or not first.holdings or not _complete(state, call, request, first, partition, moves):
+    if first is None or not first.holdings or not _complete(state, call, request, first, partition, replaced):
         state.calls.hold(call, Effect())
     if request.describe:
-        return describe(request.id, partition, indexes, partition.schema.fields_of(rows), rows)
-    return p.Published(request.id)
+        described = describe(request.id, partition, indexes, partition.schema.fields_of(rows), rows)
+        return msgspec.structs.replace(described, committing=earlier)
+    return p.Published(request.id, earlier)
+
+
+def _leaves_older(state: PlaneState, request: p.Publish, partition: Partition, indexes: p.Indexes) -> bool:
+    """Whether storage units may have older values of these samples until the write is committed, or elsewhere."""
+    if not request.uncommitted or (
+        0 in state.units.by_number and all(f.units is None for f in request.fields.values())
+    ):
+        return False  # the unit in this process commits at once
+    if partition.lost_of(indexes):
+        return True
+    return partition.schema.replaces(partition.rows_of(indexes), request.fields)
 
 
 def _published(state: PlaneState, call: Call, request: p.Publish, partition: Partition, indexes: p.Indexes) -> Rows:
@@ -500,7 +515,7 @@ def _appeared(
 
 
 def _complete(
-    state: PlaneState, call: Call, request: p.Publish, first: Call, partition: Partition, moves: bool
+    state: PlaneState, call: Call, request: p.Publish, first: Call, partition: Partition, replaced: p.Indexes
 ) -> bool:
     """End what the first call holds. Returns whether the publish now holds something that keeps its answer."""
     keeps = False
@@ -516,7 +531,7 @@ def _complete(
                 state.calls.hold(call, NewSamples(state, partition, indexes))
                 keeps = True
         elif isinstance(own, Permit) and request.uncommitted:
-            state.calls.hold(call, Committing(own, partition, moves))
+            state.calls.hold(call, Committing(own, partition, replaced))
             keeps = True
         elif isinstance(own, Permit):
             own.keep()

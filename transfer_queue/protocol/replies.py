@@ -45,7 +45,11 @@ class Reserved(Reply, frozen=True):
 
 
 class Published(Reply, frozen=True):
-    """Visible now."""
+    """Visible now. ``committing``: earlier writes (client and first call) that replace values of these samples, are
+    published, and may not be committed yet. Who goes on has them committed first.
+    """
+
+    committing: list[tuple[str, int]] = []
 
 
 class Batch(Reply, frozen=True):
@@ -56,8 +60,7 @@ class Batch(Reply, frozen=True):
     ``versions``: by head, the policy version of its first lease. ``most_rows``: of a rank's batch in a round of groups.
     ``more``: this is a page of a Describe, and not the last one. ``partial``, of samples that were named by their keys:
     fields that some of them have and others lack. ``remains``: by row of the batch as it was drawn, whether it is still
-    there (uint8); None: all are. ``moving``: writes (client and first call) that moved values of this partition to
-    other units, and may not be committed there yet.
+    there (uint8); None: all are. ``committing``: see ``Published``.
     """
 
     partition: str
@@ -75,7 +78,7 @@ class Batch(Reply, frozen=True):
     versions: dict[int, int] = {}
     most_rows: int = 0
     remains: bytes | None = None
-    moving: list[tuple[str, int]] = []
+    committing: list[tuple[str, int]] = []
 
     @property
     def lies_in_front(self) -> bool:
@@ -220,10 +223,14 @@ class ChangedKeys(Reply, frozen=True):
 
 
 class Frozen(Reply, frozen=True):
-    """A part of the queue's state; the first one is number 0. ``num_parts``: there is one more, or this is the last."""
+    """A part of the queue's state; the first one is number 0. ``num_parts``: there is one more, or this is the last.
+
+    ``committing``: see ``Published``.
+    """
 
     state: bytes
     num_parts: int = 1
+    committing: list[tuple[str, int]] = []
 
 
 AnyReply: Any = functools.reduce(operator.or_, Reply.__subclasses__())

@@ -175,6 +175,11 @@ class StorageManager(ABC):
         """The controller reports that this client cancelled this write without knowing whether it was published."""
         return
 
+    async def commit_earlier(self, writes: Sequence[tuple[str, int]]) -> None:
+        """Commit these published writes (client and first call), if their clients have not yet."""
+        for client, call in writes:
+            await self.end_write(client, call, True)
+
     async def end_session(self, client: str, published: Sequence[int]) -> None:
         """The controller reports that this client has ended. Of its uncommitted writes, these were published."""
         return

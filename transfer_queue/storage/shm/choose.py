@@ -17,6 +17,8 @@ from transfer_queue.utils.machine import host_id
 _FRESH_S = 5.0
 """A list of units that is older is asked for again, where a newer one could help."""
 _NEWS_S = 2.0
+_SPREAD = 0x9E3779B1
+"""Times this, the numbers of samples that are written together, such as every eighth one, fall on all units."""
 _FEW = 5
 
 
@@ -97,13 +99,18 @@ class UnitDirectory:
             if number not in self._connections:
                 self._connections[number] = UnitConnection(Peer(info.name, reachable(info)), self._shared)
 
-    async def to_write_to(self) -> list[int]:
-        """Units for a write, the preferred ones first: those of this host take turns, then the others do."""
+    async def to_write_to(self, sample: int | None = None) -> list[int]:
+        """Units for a write, the preferred ones first: those of this host take turns, then the others do.
+
+        ``sample``: the first one, if it may have values. Those that are replaced stay in one unit then: what a value
+        that moves leaves behind takes room until the sample is cleared.
+        """
         units = await self.all(fresh=not self._connections)
         own = [number for number, unit in units if self._is_near(number, unit)]
         self._turn += 1
+        turn = self._turn if sample is None else sample * _SPREAD >> 16
         others = [number for number, _ in units if number not in own]
-        return _rotated(own, self._turn) + _rotated(others, self._turn)
+        return _rotated(own, turn) + _rotated(others, turn)
 
     async def has_near(self) -> bool:
         """Whether some unit is reached through this host's sockets."""

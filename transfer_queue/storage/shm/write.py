@@ -135,8 +135,9 @@ class UnitWriter:
         """
         place: Callable[[list[int]], Coroutine[Any, Any, None]] = self._at_once
         failed: TransferQueueError | None = None
+        sample = None if self.fresh else int(self.indexes[0])
         while True:
-            units = [unit for unit in await self.directory.to_write_to() if unit not in self.left_out]
+            units = [unit for unit in await self.directory.to_write_to(sample) if unit not in self.left_out]
             if not units:
                 raise _nobody_takes_it(failed)
             try:
