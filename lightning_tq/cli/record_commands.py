@@ -22,7 +22,7 @@ from lightning_tq.checks import counted
 from lightning_tq.cli import discard_output
 from lightning_tq.cli.parser import Parser
 from lightning_tq.cli.queue_commands import run_joined, seconds
-from transfer_queue.errors import ConfigError, QueueUnreachableError, TransferQueueError
+from transfer_queue.errors import CheckpointError, ConfigError, QueueUnreachableError, TransferQueueError
 
 if TYPE_CHECKING:
     from transfer_queue import RecordedBatches, TransferQueueClient
@@ -71,7 +71,7 @@ def _record(options: argparse.Namespace, address: str) -> int:
         tempfile.TemporaryFile(dir=options.directory).close()
     except OSError as error:
         raise ConfigError(f"can't write to {options.directory}: {error.strerror or error}.") from error
-    return _Recorder(tq.get_client(), options.task, options.directory.resolve()).run()
+    return _Recorder(tq.get_client(), address, options.task, options.directory.resolve()).run()
 
 
 def _end(*_: Any) -> None:
@@ -91,13 +91,15 @@ def _say(text: str) -> None:
 
 
 class _Recorder:
-    def __init__(self, client: TransferQueueClient, task: str, directory: Path) -> None:
-        self._client, self._task, self._directory = client, task, directory
+    def __init__(self, client: TransferQueueClient, address: str, task: str, directory: Path) -> None:
+        self._client, self._address, self._task, self._directory = client, address, task, directory
         self._own = f"record:{task}:{directory}"
         self._number = 1 + max((int(path.name) for path in directory.glob("[0-9]*") if path.name.isdigit()), default=-1)
         self._continues = self._number > 0
         """Whether it is still to be seen that an earlier record there is of this run."""
         self._written = self._behind = self._cleared = 0
+        self._gap = self._misses = False
+        """Whether batches may lack before the next ones, or before any that this process wrote."""
         self._due = self._tell_at = 0.0
 
     def run(self) -> int:
@@ -116,10 +118,22 @@ class _Recorder:
             with contextlib.suppress(TransferQueueError):
                 self._client.forget_task(self._own)
         _say(f"{counted(self._written, 'batch', 'batches')} written to {self._directory}")
-        return 1 if missing or self._cleared else 0
+        return 1 if missing or self._misses else 0
+
+    def _look_at_earlier(self) -> None:
+        """A killed one has left its task in the queue, which has kept all batches for it. Otherwise some may lack."""
+        from transfer_queue import describe_checkpoint
+
+        self._gap = self._continues
+        with contextlib.suppress(CheckpointError):  # there is none
+            earlier = describe_checkpoint(self._directory / f"{self._number - 1:06}")["metadata"]
+            tasks = [each["tasks"] for each in self._client.get_stats()["partitions"].values()]
+            if earlier.get("address") == self._address and any(self._own in each for each in tasks):
+                self._gap, self._cleared = False, earlier["cleared"]
 
     def _follow(self) -> None:
         """Until the task ends."""
+        self._look_at_earlier()
         known = {task for each in self._look()["partitions"].values() for task in each["tasks"]} - {self._own}
         nothing = "" if self._task in known else f"; it has read nothing yet, others have: {sorted(known)}"
         _say(f"Recording task {self._task!r} to {self._directory}{nothing}")
@@ -142,7 +156,7 @@ class _Recorder:
         if cleared > self._cleared:
             why = "clear_samples and clear_partition wait for no recorder, clear_consumed does"
             _say(f"{counted(cleared, 'sample')} cleared before written, and may be missing: {why}.")
-            self._cleared = cleared
+            self._cleared, self._gap, self._misses = cleared, True, True
         return stats
 
     def _stats(self) -> dict[str, Any]:
@@ -161,7 +175,9 @@ class _Recorder:
         started = time.monotonic()
         if self._behind:
             directory = self._directory / f"{self._number:06}"
-            self._written += self._client.save_batches(directory, self._own)
+            about = {"address": self._address, "cleared": self._cleared, "gap": self._gap}
+            self._written += self._client.save_batches(directory, self._own, about)
+            self._gap = False
             if self._continues:
                 self._leave_another_run(directory)
             self._number, self._behind = self._number + 1, 0
@@ -211,14 +227,10 @@ def records(args: Sequence[str]) -> None:
             f"{found.directory} has no step {options.step}. It has {len(rounds)} from {first} on, of the "
             f"partitions {found.partitions}."
         )
-    sure = next((partition for partition in found.partitions if partition in found.may_lack), None)
-    if options.step is not None and options.partition is None and sure is not None:
-        last = max(number for number, (partition, _) in enumerate(rounds, first) if partition == sure)
-        if options.step > last:
-            raise tq.CheckpointError(
-                f"{found.directory} may lack batches of partition {sure!r} after step {last}, so later steps have no "
-                f"sure number. Count those of one partition: --partition NAME."
-            )
+    if options.step is not None and options.partition is None and found.may_lack:
+        name, last = next(iter(found.may_lack.items()))
+        if options.step > [at for at, each in enumerate(rounds, first) if each == (name, last)][-1]:
+            print(f"Steps after batch {last} of {name!r} may have been later ones: recording stopped.", file=sys.stderr)
     whole = options.step is None
     shown = _summary(found, rounds, first) if whole else _samples(found, *rounds[options.step - first])
     _show(list(shown), options.json)
@@ -233,7 +245,7 @@ def _summary(found: RecordedBatches, rounds: list[tuple[str, int]], first: int) 
         _, meta = found.read(name, next(iter(found.rounds[name, own[0]])), own[0])
         yield {
             "partition": name, "steps": f"{at[0]} to {at[-1]}", "batches": f"{min(own)} to {max(own)}",
-            "lacking": gaps or None, "cleared after": found.may_lack.get(name),
+            "lacking": gaps or None, "may lack": f"from {found.may_lack[name] + 1}" if name in found.may_lack else None,
             "ranks": len(found.rounds[name, own[0]]), "rows": meta.size,
             "fields": ", ".join(meta.field_names),
         }  # fmt: skip

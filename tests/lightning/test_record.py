@@ -176,9 +176,10 @@ def test_a_replay_trains_every_recorded_batch_and_leaves_the_live_task_where_it_
     assert [index for noted in rest.noted for index in noted[1]] == samples[1][8:]
 
 
-def test_a_replay_ends_with_an_error_where_batches_were_cleared_before_they_were_written(
-    tmp_path: Path, data: Callable[..., TQDataModule], trainer: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_replay_and_records_warn_where_recording_was_interrupted(
+    tmp_path: Path, data: Callable[..., TQDataModule], trainer: Callable[..., Any],
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     client, record = data(train=stream()).client, tmp_path / "record"
     client.register_task("learn", dp_size=1)
     client.register_task("copy", follows="learn")
@@ -187,18 +188,37 @@ def test_a_replay_ends_with_an_error_where_batches_were_cleared_before_they_were
     for name, number in [("train@0", 0), ("train@0", 1), ("train@1", 0), ("train@1", 1)]:
         of = {"dp_rank": 0, "batch_index": number}
         client.get_meta(["x", "text"], 4, name, task_name="learn", sampling_config=of)
-        if number == 0:
-            client.save_batches(record / f"00000{name[-1]}", "copy")
-        elif name == "train@0":
+        if (name, number) == ("train@0", 1):
             client.clear_partition(name)
-    assert tq.RecordedBatches(record).may_lack == {"train@0": 4}
-    replay = TQDataModule(train=stream("train@{epoch}", replay_from=str(record)))
-    with pytest.raises(tq.CheckpointError, match="batches up to 0, and may lack later ones: 4 samples were cleared"):
-        trainer(max_epochs=2).fit(Noting(), replay)
-    assert lightning_tq(["records", str(record), "--step", "0"]) == 0
-    assert lightning_tq(["records", str(record), "--step", "1"]) == 2
-    assert "no sure number" in capsys.readouterr().err
-    assert lightning_tq(["records", str(record), "--step", "0", "--partition", "train@1"]) == 0
+        else:
+            client.save_batches(record / f"00000{name[-1]}{number}", "copy", {"gap": (name, number) == ("train@1", 0)})
+    assert tq.RecordedBatches(record).may_lack == {"train@0": 0}
+    model = Noting()
+    trainer(max_epochs=2).fit(model, TQDataModule(train=stream("train@{epoch}", replay_from=str(record))))
+    assert [(noted[0][0], noted[3]) for noted in model.noted] == list(tq.RecordedBatches(record).rounds)
+    assert "ends batches of 'train@0' with number 0, and may lack later ones" in caplog.text
+    for options, warns in (["--step", "0"], False), (["--step", "1"], True), (["--partition", "train@1"], False):
+        assert lightning_tq(["records", str(record), *options]) == 0
+        assert ("Steps after batch 0 of 'train@0' may have been later ones" in capsys.readouterr().err) == warns
+    assert lightning_tq(["records", str(record)]) == 0
+    assert "from 1" in capsys.readouterr().out
+
+
+@pytest.mark.programs
+def test_a_recorder_that_was_stopped_and_is_started_again_notes_that_batches_may_lack(
+    tmp_path: Path, data: Callable[..., TQDataModule]
+) -> None:
+    client, directory = learning(data, 8), tmp_path / "record"
+    for number in range(2):
+        with recorder(tq.init()["address"], directory) as (process, _):
+            client.ack(take(client, 2 * number), "learn")
+            process.send_signal(signal.SIGINT)
+            assert process.wait() == 0
+        client.ack(take(client, 2 * number + 1), "learn")
+    found = tq.RecordedBatches(directory)
+    assert (list(found.rounds), found.may_lack) == ([("train", 0), ("train", 2)], {}), "what lacks within is an error"
+    gaps = [tq.describe_checkpoint(directory / name)["metadata"]["gap"] for name in ("000000", "000001")]
+    assert gaps == [False, True]
 
 
 @pytest.mark.programs

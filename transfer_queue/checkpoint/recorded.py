@@ -32,11 +32,14 @@ from transfer_queue.metadata.field_schema import common_dtypes
 from transfer_queue.protocol import Indexes
 from transfer_queue.storage.unpack import relaid, unpack
 from transfer_queue.storage.wire import PlacedColumns, WireColumn, select
+from transfer_queue.utils.logging_utils import get_logger
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from transfer_queue.client import TransferQueueClient
+
+_log = get_logger(__name__)
 
 
 class _Directory:
@@ -115,16 +118,17 @@ class RecordedBatches:
         self.begun_again: list[Path] = []
         """Parts that have batch 0 of the first partition anew: another run wrote them."""
         self.may_lack: dict[str, int] = {}
-        """Partitions after whose last batch so many samples were cleared before they were written."""
+        """Partitions after whose last batch recording was interrupted, with the number of that batch."""
         self._open: _Directory | None = None
         self._dp_sizes: set[int] = set()
         self._batch_sizes: set[int | None] = set()
         self._layout, self._allow_pickle = "dense", False
-        first, cleared = None, dict[Path, int]()  # what names the first of these partitions
+        first, gaps = None, dict[str, int]()  # what names the first of these partitions
         for path in sorted(path for path in self.directory.glob("[0-9]*") if is_checkpoint(path)):
             with reading(path):
                 opened = Opened(path)
-                cleared[path] = opened.metadata.user_metadata.get("cleared", 0)
+                if self.rounds and opened.metadata.user_metadata.get("gap"):
+                    gaps.update([next(reversed(self.rounds))])
                 for partition, batch in opened.state.batches():
                     # A run that resumed from a checkpoint was given a batch again: the last time counts.
                     self.rounds.setdefault((partition, batch.batch_index), {})[batch.rank] = path
@@ -136,17 +140,8 @@ class RecordedBatches:
                     self._batch_sizes.add(batch.batch_size)
         if not self.rounds:
             raise CheckpointNotFoundError(f"no record at {directory}: lightning-tq record has written nothing there.")
-        self._look_for_losses(cleared)
-
-    def _look_for_losses(self, cleared: Mapping[Path, int]) -> None:
-        """``cleared``: by part, as counted before it was saved. So only the part after the next surely counts all."""
-        counts, parts = list(cleared.values()), list(cleared)
-        last = {partition: path for (partition, _), ranks in self.rounds.items() for path in ranks.values()}
-        for partition, path in last.items():
-            at = parts.index(path)
-            before, after = counts[at], counts[min(at + 2, len(counts) - 1)]
-            if after != before:
-                self.may_lack[partition] = after - before if after > before else after  # another queue counts anew
+        ends = dict(self.rounds.keys())
+        self.may_lack = {partition: index for partition, index in gaps.items() if index == ends[partition]}
 
     @property
     def partitions(self) -> list[str]:
@@ -236,10 +231,9 @@ class RecordedBatches:
         there = [index for (name, index), ranks in self.rounds.items() if name == partition and rank in ranks]
         if there and batch_index > max(there):
             if partition in self.may_lack:
-                raise CheckpointError(
-                    f"the record {self.directory} of {partition!r} has batches up to {max(there)}, and may lack later "
-                    f"ones: {self.may_lack[partition]} samples were cleared before they were written. To replay what "
-                    f"follows, resume the run from a checkpoint of then."
+                _log.warning(
+                    f"the record {self.directory} ends batches of {partition!r} with number {max(there)}, and may lack "
+                    f"later ones: recording stopped there, or samples were cleared before they were written."
                 )
             raise EndOfPartitionError(f"the record {self.directory} of {partition!r} ends with batch {max(there)}.")
         if not there:

@@ -80,11 +80,16 @@ class Checkpoints(ClientBase):
             _log.warning("include_storage=False is ignored: SimpleStorage holds values in memory only, they are saved.")
         await self._save(checkpoint_dir, user)
 
-    async def async_save_batches(self, directory: AnyPath, task_name: str) -> int:
+    async def async_save_batches(
+        self, directory: AnyPath, task_name: str, metadata: Mapping[str, Any] | None = None
+    ) -> int:
         """Save the batches that a task was given and has not acknowledged, then acknowledge them.
 
         They are a checkpoint of these samples alone, with all their fields and tags, and the heads of their groups.
 
+        Args:
+            metadata: Your own data, which ``metadata.json`` keeps. With ``{"gap": True}`` readers of the record are
+                warned that batches may lack before these.
         Returns:
             How many batches.
         Raises:
@@ -97,8 +102,7 @@ class Checkpoints(ClientBase):
             >>> client.save_batches("runs/record/000000", "copy")
             1
         """
-        dropped = (await self.session.stats())["dropped"].get(task_name, {})
-        saved = await self._save(directory, {"task": task_name, "cleared": dropped.get("cleared", 0)}, task_name)
+        saved = await self._save(directory, {**check_user_metadata(metadata), "task": task_name}, task_name)
         by_partition: dict[str, list[str]] = {}
         for partition, batch in saved:
             by_partition.setdefault(partition, []).append(batch.token)
