@@ -207,8 +207,9 @@ class Partition:
 
     def committing_of(self, indexes: Indexes) -> list[tuple[str, int]]:
         """Published writes that replace values of these samples, and that may not be committed yet."""
-        found = self.committing.items() if self.committing else ()
-        return [write for write, (own, _) in found if np.isin(own, indexes).any()]
+        if not self.committing:
+            return []
+        return [write for write, (own, _) in self.committing.items() if np.isin(own, indexes).any()]
 
     def lose_unit(self, unit: int) -> Indexes:
         """The values in this storage unit are gone. Returns the samples and heads that have lost some."""
