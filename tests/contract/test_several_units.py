@@ -50,10 +50,18 @@ def test_a_put_of_half_a_unit_goes_to_one_and_a_larger_one_is_cut(queue):
     assert read(manager, range(50, 101), larger).equal(pages(51)["x"])
 
 
-def test_small_puts_take_turns(queue):
+def test_small_puts_of_new_samples_take_turns(queue):
     manager = queue.start(ROOM, ROOM, ROOM).manager()
-    units = [number for n in range(6) for number, _ in write(manager, range(n, n + 1))]
+    units = [number for n in range(6) for number, _ in write(manager, range(n, n + 1), fresh=True)]
     assert (sorted(units[:3]), units[3:]) == ([1, 2, 3], units[:3])
+
+
+@pytest.mark.parametrize("step", [1, 8])
+def test_puts_of_samples_that_exist_are_spread_and_each_goes_where_it_went_before(queue, step):
+    manager = queue.start(ROOM, ROOM, ROOM).manager()
+    once, again = ([numbers(write(manager, range(n, n + 1))) for n in range(0, 30 * step, step)] for _ in range(2))
+    assert once == again
+    assert min(once.count([unit]) for unit in (1, 2, 3)) >= 5
 
 
 def test_a_put_larger_than_any_unit_is_cut_over_several(queue):

@@ -159,11 +159,13 @@ def pages(count: int, field: str = "x", first: int = 0) -> TensorDict:
     return TensorDict({field: values}, batch_size=[count])
 
 
-def write(manager: SharedMemoryManager, indexes: range, data: TensorDict | None = None) -> p.UnitRuns | None:
-    """Write and commit a page for each sample. Returns where they lie."""
+def write(
+    manager: SharedMemoryManager, indexes: range, data: TensorDict | None = None, fresh: bool = False
+) -> p.UnitRuns | None:
+    """Write and commit a page for each sample. Returns where they lie. ``fresh``: the samples are new."""
     call = manager.session.number()
     columns = manager.prepare(pages(len(indexes)) if data is None else data)
-    units = run_blocking(manager.write(call, indexes, columns))
+    units = run_blocking(manager.write(call, indexes, columns, fresh=fresh))
     run_blocking(manager.commit(call, units))
     return units
 

@@ -18,7 +18,7 @@ _FRESH_S = 5.0
 """A list of units that is older is asked for again, where a newer one could help."""
 _NEWS_S = 2.0
 _SPREAD = 0x9E3779B1
-"""Times this, the numbers of samples that are written together, such as every eighth one, fall on all units."""
+"""2**32 times the golden ratio: its multiples are spread evenly, also those of every eighth sample."""
 _FEW = 5
 
 
@@ -108,9 +108,9 @@ class UnitDirectory:
         units = await self.all(fresh=not self._connections)
         own = [number for number, unit in units if self._is_near(number, unit)]
         self._turn += 1
-        turn = self._turn if sample is None else sample * _SPREAD >> 16
         others = [number for number, _ in units if number not in own]
-        return _rotated(own, turn) + _rotated(others, turn)
+        first = [self._turn if sample is None else _place(sample, len(some)) for some in (own, others)]
+        return _rotated(own, first[0]) + _rotated(others, first[1])
 
     async def has_near(self) -> bool:
         """Whether some unit is reached through this host's sockets."""
@@ -138,6 +138,11 @@ def values_lost(by_field: Mapping[str, Sequence[int]]) -> UnitLostError:
         f"values were lost with a storage unit that has ended: {'; '.join(each)}. They count as not produced: their "
         f"producers must put them again. client.get_lost_samples(partition) names all."
     )
+
+
+def _place(sample: int, count: int) -> int:
+    """One of so many, always the same for a sample."""
+    return (sample * _SPREAD % 2**32 * count) >> 32
 
 
 def _rotated(numbers: list[int], turn: int) -> list[int]:
