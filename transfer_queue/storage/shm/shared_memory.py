@@ -147,10 +147,15 @@ class SharedMemoryManager(StorageManager):
     async def write(
         self, call: int, indexes: Sequence[int], columns: MemoryColumns, partition: str = "", fresh: bool = False
     ) -> UnitRuns | None:
+        return await self._write(call, indexes, columns, fresh, not fresh)
+
+    async def _write(
+        self, call: int, indexes: Sequence[int], columns: MemoryColumns, fresh: bool, stays: bool
+    ) -> UnitRuns | None:
         wanted = as_indexes(indexes)
         if not columns or not len(wanted):
             return None
-        return await self._writer(call, wanted, columns, time.monotonic() + self._put_timeout_s, fresh).write()
+        return await self._writer(call, wanted, columns, time.monotonic() + self._put_timeout_s, fresh, stays).write()
 
     def written(self, call: int, units: UnitRuns | None) -> None:
         for unit in filter(None, (self._units.known(number) for number, _ in units or [(0, 0)])):
@@ -244,7 +249,7 @@ class SharedMemoryManager(StorageManager):
             return None
         call, caller = self.session.number(), self.session.caller
         try:
-            units = await self.write(call, indexes, columns)
+            units = await self._write(call, indexes, columns, False, False)  # of a checkpoint: over all units
         except SessionEndedError:
             self.session.renew(caller)
             raise

@@ -117,6 +117,8 @@ class UnitWriter:
     columns: MemoryColumns
     deadline: float
     fresh: bool
+    stays: bool
+    """Whether a sample's values go to the same unit each time, if it has room. Otherwise units take turns."""
     units: list[int] = field(default_factory=list)
     """Those that were sent something."""
     runs: UnitRuns = field(default_factory=list)
@@ -135,7 +137,7 @@ class UnitWriter:
         """
         place: Callable[[list[int]], Coroutine[Any, Any, None]] = self._at_once
         failed: TransferQueueError | None = None
-        sample = None if self.fresh else int(self.indexes[0])
+        sample = int(self.indexes[0]) if self.stays else None
         while True:
             units = [unit for unit in await self.directory.to_write_to(sample) if unit not in self.left_out]
             if not units:
