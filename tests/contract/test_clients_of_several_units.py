@@ -14,7 +14,6 @@ import torch
 from tests.contract.storage_kit import until
 from tests.contract.units_kit import PAGE, ROOM, SmallQueue, held, pages
 from transfer_queue import TransferQueueClient
-from transfer_queue.client.get import fetch_request
 from transfer_queue.errors import BatchTimeoutError, QueueUnreachableError, UnitLostError
 
 KINDS: dict[str, Callable[[Path], SmallQueue]] = {
@@ -92,8 +91,7 @@ def test_a_value_that_comes_back_to_a_unit_is_never_older_there_than_the_last_pu
         """Of the last sample."""
         if by == "get_data":
             return int(column(other, meta)[3, 0])
-        fetch = fetch_request(["x"], 4, "p", f"t{next(tasks)}", None, wait_s=30.0)
-        return int(other.take(other.fetch_batch(fetch))["x"].unbind()[3][0])
+        return int(column(other, other.get_meta(["x"], 4, "p", task_name=f"t{next(tasks)}"))[3, 0])
 
     holding_up(client, monkeypatch, lambda: seen.append((number, version())))
     for number in range(1, 9):

@@ -468,7 +468,7 @@ def publish(state: PlaneState, call: Call, request: p.Publish) -> p.Reply:
     first: Call | None = call
     if not call.is_registered or request.completes != call.number:
         first = state.calls.find(call.client, request.completes)
-    if first is None or not first.holdings or not _complete(state, call, request, first, partition, replaced):
+    if first is None or not first.holdings or not _complete(state, call, request, first, replaced):
         state.calls.hold(call, Effect())
     if request.describe:
         described = describe(request.id, partition, indexes, partition.schema.fields_of(rows), rows)
@@ -514,10 +514,9 @@ def _appeared(
         group_work.joined(state, call, partition, members, indexes)
 
 
-def _complete(
-    state: PlaneState, call: Call, request: p.Publish, first: Call, partition: Partition, replaced: p.Indexes
-) -> bool:
+def _complete(state: PlaneState, call: Call, request: p.Publish, first: Call, replaced: p.Indexes) -> bool:
     """End what the first call holds. Returns whether the publish now holds something that keeps its answer."""
+    partition = state.get(request.partition)
     keeps = False
     indexes = p.unpack_indexes(request.indexes)
     for own in list(first.holdings):
