@@ -229,7 +229,7 @@ def records(args: Sequence[str]) -> None:
         )
     if options.step is not None and options.partition is None and found.may_lack:
         name, last = next(iter(found.may_lack.items()))
-        if options.step > [at for at, each in enumerate(rounds, first) if each == (name, last)][-1]:
+        if options.step > first + rounds.index((name, last)):
             print(f"Steps after batch {last} of {name!r} may have been later ones: recording stopped.", file=sys.stderr)
     whole = options.step is None
     shown = _summary(found, rounds, first) if whole else _samples(found, *rounds[options.step - first])

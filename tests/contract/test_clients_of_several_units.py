@@ -121,7 +121,11 @@ def test_a_put_of_a_writer_that_ends_before_its_commit_is_read_and_saved_whole(q
     monkeypatch.setattr(manager_of(client), "commit", fails)
     with pytest.raises(QueueUnreachableError):
         client.put(numbered(meta, 2), metadata=meta, tags=[{"v": 2}] * 4)
+    other.save_checkpoint(tmp_path / "saved")
     assert column(other, meta)[0, 0] == 2
+    other.load_checkpoint(tmp_path / "saved")
+    batch = other.get_meta(["x"], 4, "p", task_name="t")
+    assert (column(other, batch)[:, 0].tolist(), [tag["v"] for tag in batch.custom_meta]) == ([2] * 4, [2] * 4)
 
 
 def test_values_that_are_replaced_again_and_again_take_the_room_of_two_at_most(queue):

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from lightning.pytorch import Trainer
-from producing import FIELDS
+from producing import FIELDS, rows
 
 import transfer_queue as tq
 from lightning_tq import Stream, TQDataModule
@@ -106,3 +106,20 @@ def trainer(tmp_path: Path) -> Callable[..., Trainer]:
         return Trainer(**{**quiet, **options})
 
     return make
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, data: Callable[..., TQDataModule]) -> Path:
+    """Two batches of "train", of 4 and 2 samples."""
+    client = data(train=stream()).client
+    client.register_task("learn", dp_size=1, tail="uneven_ok")
+    client.register_task("copy", follows="learn")
+    tags = [{"policy_version": number // 2, "reward": number / 4} for number in range(6)]
+    client.put(rows(6), partition_id="train", tags=tags)
+    client.seal_partition("train")
+    for number in (0, 1):
+        of = {"dp_rank": 0, "batch_index": number}
+        client.get_meta(["x", "text"], 4, "train", task_name="learn", sampling_config=of)
+    client.save_batches(tmp_path / "record" / "000000", "copy")
+    tq.close()
+    return tmp_path / "record"

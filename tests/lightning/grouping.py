@@ -14,10 +14,7 @@ from producing import rows
 from recorders import Recorder
 
 import transfer_queue as tq
-from lightning_tq import (
-    Stream,
-    TQDataModule,
-)
+from lightning_tq import Stream, TQDataModule
 from tests.integration.clients import connect
 from transfer_queue import GroupSampler
 

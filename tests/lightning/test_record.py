@@ -14,15 +14,13 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule
-from msgspec.structs import replace
-from producing import fill, rows
+from producing import fill
 
 import transfer_queue as tq
 from lightning_tq import FabricLoader, PartitionSwitch, Producer, PublishWeights, Stream, TQDataModule
 from tests.console import lightning_tq
 from tests.lightning.conftest import stream
 from tests.warm_python import Program, started
-from transfer_queue.checkpoint.saved_state import SavedState
 from transfer_queue.errors import InvalidRequestError
 
 pytestmark = pytest.mark.timeout(600)
@@ -330,23 +328,6 @@ def test_each_rank_is_given_its_own_share_again_and_another_number_of_ranks_is_r
         record.check(["x"], 1)
 
 
-@pytest.fixture
-def recorded(tmp_path: Path, data: Callable[..., TQDataModule]) -> Path:
-    """Two batches of "train", of 4 and 2 samples."""
-    client = client_of(data)
-    client.register_task("learn", dp_size=1, tail="uneven_ok")
-    client.register_task("copy", follows="learn")
-    tags = [{"policy_version": number // 2, "reward": number / 4} for number in range(6)]
-    client.put(rows(6), partition_id="train", tags=tags)
-    client.seal_partition("train")
-    for number in (0, 1):
-        of = {"dp_rank": 0, "batch_index": number}
-        client.get_meta(["x", "text"], 4, "train", task_name="learn", sampling_config=of)
-    client.save_batches(tmp_path / "record" / "000000", "copy")
-    tq.close()
-    return tmp_path / "record"
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -367,18 +348,6 @@ def test_a_stream_that_differs_from_its_record_is_refused(
         trainer().fit(Noting(), datamodule)
     with pytest.raises(InvalidRequestError, match=said):
         FabricLoader(Fabric(accelerator="cpu", devices=1), Stream(**read, replay_from=str(recorded)))
-
-
-def test_a_record_of_an_earlier_version_has_no_batch_size_so_only_larger_batches_are_refused(
-    recorded: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved = SavedState.batches
-    earlier = lambda self: [(name, replace(batch, batch_size=None)) for name, batch in saved(self)]  # noqa: E731
-    monkeypatch.setattr(SavedState, "batches", earlier)
-    record = tq.RecordedBatches(recorded)
-    record.check(["x"], 1, 8)
-    with pytest.raises(InvalidRequestError, match="has batches of 4 rows, and this stream has batch_size=2"):
-        record.check(["x"], 1, 2)
 
 
 def test_a_fabric_loader_replays_without_producers(recorded: Path) -> None:

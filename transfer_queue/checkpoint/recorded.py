@@ -128,7 +128,8 @@ class RecordedBatches:
             with reading(path):
                 opened = Opened(path)
                 if self.rounds and opened.metadata.user_metadata.get("gap"):
-                    gaps.update([next(reversed(self.rounds))])
+                    interrupted, last = next(reversed(self.rounds))
+                    gaps[interrupted] = last
                 for partition, batch in opened.state.batches():
                     # A run that resumed from a checkpoint was given a batch again: the last time counts.
                     self.rounds.setdefault((partition, batch.batch_index), {})[batch.rank] = path

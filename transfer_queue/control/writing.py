@@ -87,7 +87,7 @@ class Permit(Holding):
 
     def undo(self) -> bool:
         self.state.ended_writes.append((*self.write, self.is_published))
-        self.keep()
+        self.state.waits.wake_first(SAVING)
         return not self.is_published
 
 
@@ -114,9 +114,7 @@ class Committing(Permit):
     def undo(self) -> bool:
         if self.write in self._committing:  # where it keeps its place: the janitor commits it, in a moment
             self._committing[self.write] = (self._replaced, self.state.calls.now + _COMMITTED_S)
-        self.state.ended_writes.append((*self.write, True))
-        super().keep()
-        return False
+        return super().undo()
 
 
 class NewSamples(Holding):

@@ -254,7 +254,7 @@ class _Link:
     def _look_who_listens(self) -> None:
         """ZMQ could not connect, and doesn't say why. If the link is down, it tries again, until the lease is over."""
         if self.is_connected:
-            return  # its end is told
+            return  # another event says that it has ended
         host, _, port = self.peer.address.removeprefix("tcp://").rpartition(":")
         try:
             socket.create_connection((host, int(port)), _REFUSES_S).close()

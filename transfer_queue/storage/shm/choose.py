@@ -109,8 +109,7 @@ class UnitDirectory:
         own = [number for number, unit in units if self._is_near(number, unit)]
         self._turn += 1
         others = [number for number, _ in units if number not in own]
-        first = [self._turn if sample is None else _place(sample, len(some)) for some in (own, others)]
-        return _rotated(own, first[0]) + _rotated(others, first[1])
+        return _rotated(own, self._turn, sample) + _rotated(others, self._turn, sample)
 
     async def has_near(self) -> bool:
         """Whether some unit is reached through this host's sockets."""
@@ -140,13 +139,10 @@ def values_lost(by_field: Mapping[str, Sequence[int]]) -> UnitLostError:
     )
 
 
-def _place(sample: int, count: int) -> int:
-    """One of so many, always the same for a sample."""
-    return (sample * _SPREAD % 2**32 * count) >> 32
-
-
-def _rotated(numbers: list[int], turn: int) -> list[int]:
-    at = turn % len(numbers) if numbers else 0
+def _rotated(numbers: list[int], turn: int, sample: int | None) -> list[int]:
+    """Another one first at each turn; for a sample always the same one."""
+    count = len(numbers)
+    at = turn % (count or 1) if sample is None else (sample * _SPREAD % 2**32 * count) >> 32
     return numbers[at:] + numbers[:at]
 
 
