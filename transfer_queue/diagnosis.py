@@ -199,7 +199,7 @@ def _wait(stats: Numbers, waiting: Numbers) -> Finding:
         "given": _given(partition, waiting.get("lacking", ())),
         "known_fields": partition["fields"], "reserved": partition["held"], "sealed": partition["sealed"],
         "lost": {field: count for field, count in partition["lost"].items() if field in waiting["fields"]},
-        "groups": partition.get("groups", {}),
+        "groups": partition.get("groups", {}), "producers": stats.get("producers", {}),
     }  # fmt: skip
     return _fetch({**waiting, **own, **({} if partition["put_total"] else {"last_published_s": None})})
 
@@ -372,9 +372,21 @@ def _about_the_partition(facts: Numbers) -> Iterator[str]:
         yield "Sampler returned no samples of those that are ready, or earlier fetches of the task still wait"
     elif facts.get("sealed"):
         yield "the partition is sealed"
+    else:
+        yield from _idle_producers(facts)
     last = facts.get("last_published_s", "")
     if last != "":
         yield "nothing was published yet" if last is None else f"last published {last:.0f} s ago"
+
+
+def _idle_producers(facts: Numbers) -> Iterator[str]:
+    """The field that was put last the longest ago, of those that wait for living producers: one may hang."""
+    producers, names = facts.get("producers", {}), facts.get("lacking") or facts["fields"]
+    alive = [(producers[name], name) for name in names if producers.get(name, {"alive": 0})["alive"]]
+    own, name = max(alive, key=lambda each: each[0]["published_s_ago"] or 0.0, default=({}, ""))
+    if own and (own["published_s_ago"] or 0.0) >= _IDLE_FROM_S:
+        living = ", ".join(own["clients"]) + " and others" * (own["alive"] > len(own["clients"]))
+        yield f"nobody has put field {name!r} for {age(own['published_s_ago'])}, though its producers live ({living})"
 
 
 def _remedies(facts: Numbers) -> Iterator[str]:

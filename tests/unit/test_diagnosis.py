@@ -85,6 +85,22 @@ def test_a_fetch_that_is_refused_says_why() -> None:
     )
 
 
+def test_a_producer_that_lives_and_puts_nothing_is_named() -> None:
+    lacking = {**FETCH, "lacking": {"y": 3}}
+    x = {"alive": 2, "clients": ["rollout.7", "rollout.8"], "published_s_ago": 300.0}
+    y = {"alive": 6, "clients": ["reward.1", "reward.2"], "published_s_ago": 41.0}
+
+    def held_up(waiting: dict[str, Any], **producers: dict[str, Any]) -> str:
+        return diagnose({**stats([waiting]), "producers": producers})[-1].held_up_by[-1]
+
+    hangs = "nobody has put field 'y' for 41 s, though its producers live (reward.1, reward.2 and others)"
+    assert held_up(lacking, x=x, y=y) == hangs
+    hangs = "nobody has put field 'x' for 5 min, though its producers live (rollout.7, rollout.8)"
+    assert held_up(FETCH, x=x, y=y) == hangs
+    for own in ({**y, "alive": 0}, {**y, "published_s_ago": None}, {**y, "published_s_ago": 5.0}):
+        assert held_up(lacking, x=x, y=own) == "3 lack field 'y'"
+
+
 OTHERS = [
     ([PUT], 10, [], [f"a put of rollout.7 waited 1.0 s for room for 5 samples of 'train' in a queue of 10: {KEPT}"
                      f"{ROOM.format('total_storage_size')}"]),

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from transfer_queue.calls import Call, Calls, Holding, Until
 
 _MOST_NOTES = 256
+_MOST_NAMED = 5
+"""Producers of a field."""
 _LONGEST = 500
 """Characters of a note's texts."""
 
@@ -125,11 +128,12 @@ class Producers:
         last = self._fields[field].last
         return {"client": last, **self._notes.get(last.rpartition("_")[0], {})}
 
-    def by_field(self, now: float) -> dict[str, dict[str, float | int | None]]:
-        """By field: the living sessions that produce it, and how long ago one of them published it."""
+    def by_field(self, now: float) -> dict[str, dict[str, Any]]:
+        """By field: the living sessions that produce it, their first names, and how long ago one published it."""
         return {
             name: {
                 "alive": len(producers.alive),
+                "clients": list(islice(producers.alive, _MOST_NAMED)),
                 "published_s_ago": None if producers.published_at is None else now - producers.published_at,
             }
             for name, producers in self._fields.items()

@@ -50,7 +50,8 @@ def test_nothing_counts_for_a_task_that_was_forgotten_or_never_read(plane):
 
 def test_producers_and_the_age_of_their_fields_are_told(plane):
     put(plane, 1, now=5.0)
-    assert ask(plane, ACTOR, p.GetStats, now=7.5).value["producers"] == {"x": {"alive": 1, "published_s_ago": 2.5}}
+    own = {"alive": 1, "clients": ["rollout"], "published_s_ago": 2.5}
+    assert ask(plane, ACTOR, p.GetStats, now=7.5).value["producers"] == {"x": own}
 
 
 def test_statistics_of_many_partitions_come_in_pages(plane):
