@@ -29,7 +29,7 @@ class LocalCaller:
 
     def __init__(self, handlers: Mapping[str, Handler], client_id: str) -> None:
         self._handlers = handlers
-        self._client_id = client_id
+        self.client = client_id
         self.lost: set[str] = set()
         self._route = next(_routes).to_bytes(8, "little")
         self._waiting: dict[int, concurrent.futures.Future[Message]] = {}
@@ -71,7 +71,7 @@ class LocalCaller:
         """Report the client as gone to all handlers that it has called."""
         with _one_at_a_time:
             while self._known:
-                _deliver(self._known.popitem()[1].client_gone(self._client_id, time.monotonic()))
+                _deliver(self._known.popitem()[1].client_gone(self.client, time.monotonic()))
 
     def _send(self, call: PeerCall, asked: dict[int, PeerCall]) -> concurrent.futures.Future[Message]:
         future = self._waiting[call.number] = concurrent.futures.Future()
@@ -89,7 +89,7 @@ class LocalCaller:
         if handler is None:
             raise QueueUnreachableError(f"can't connect to {peer.name!r} at {peer.address!r}: no such peer.")
         self._known[peer.name] = handler
-        envelope = Envelope(self._client_id, number, self._route)
+        envelope = Envelope(self.client, number, self._route)
         _deliver(handler.handle(envelope, header, [_received(frame) for frame in frames], time.monotonic()))
 
     def _next_deadline(self, own: float) -> float:

@@ -382,11 +382,12 @@ def _about_the_partition(facts: Numbers) -> Iterator[str]:
 def _idle_producers(facts: Numbers) -> Iterator[str]:
     """The field that was put last the longest ago, of those that wait for living producers: one may hang."""
     producers, names = facts.get("producers", {}), facts.get("lacking") or facts["fields"]
-    alive = [(producers[name], name) for name in names if producers.get(name, {"alive": 0})["alive"]]
-    own, name = max(alive, key=lambda each: each[0]["published_s_ago"] or 0.0, default=({}, ""))
-    if own and (own["published_s_ago"] or 0.0) >= _IDLE_FROM_S:
+    ages = {name: producers[name]["published_s_ago"] or 0.0 for name in names if name in producers}
+    name = max(ages, key=lambda each: ages[each] if producers[each]["alive"] else -1.0, default="")
+    own = producers.get(name, {"alive": 0})
+    if own["alive"] and ages[name] >= _IDLE_FROM_S:
         living = ", ".join(own["clients"]) + " and others" * (own["alive"] > len(own["clients"]))
-        yield f"nobody has put field {name!r} for {age(own['published_s_ago'])}, though its producers live ({living})"
+        yield f"nobody has put field {name!r} for {age(ages[name])}, though its producers live ({living})"
 
 
 def _remedies(facts: Numbers) -> Iterator[str]:

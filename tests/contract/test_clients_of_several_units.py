@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from tests.contract.storage_kit import until
-from tests.contract.units_kit import PAGE, ROOM, SmallQueue, held, pages
+from tests.contract.units_kit import PAGE, ROOM, SmallQueue, freezing, held, key, pages, put_key
 from transfer_queue import TransferQueueClient
 from transfer_queue.errors import BatchTimeoutError, QueueUnreachableError, UnitLostError
 
@@ -66,7 +67,7 @@ def test_a_field_that_was_put_again_into_another_unit_is_read_from_there(queue):
     assert values_by_unit(client) == [0, 0]
 
 
-def holding_up(client: TransferQueueClient, monkeypatch: Any, then: Callable[[], None]) -> None:
+def holding_up(client: TransferQueueClient, monkeypatch: Any, then: Callable[[], object]) -> None:
     """Between the publish and the commit of each of its puts, do this."""
     commit = manager_of(client).commit
 
@@ -75,6 +76,25 @@ def holding_up(client: TransferQueueClient, monkeypatch: Any, then: Callable[[],
         await commit(*args)
 
     monkeypatch.setattr(manager_of(client), "commit", later)
+
+
+def having_stored(client: TransferQueueClient, monkeypatch: Any, then: Callable[[], object]) -> None:
+    """Between the write and the publish of each of its puts, do this."""
+    write = manager_of(client).write
+
+    async def stored(*args: Any) -> Any:
+        units = await write(*args)
+        then()
+        return units
+
+    monkeypatch.setattr(manager_of(client), "write", stored)
+
+
+def cut_off_before_commits(client: TransferQueueClient, monkeypatch: Any) -> None:
+    async def fails(*args: Any) -> None:
+        raise QueueUnreachableError("cut off")
+
+    monkeypatch.setattr(manager_of(client), "commit", fails)
 
 
 def numbered(meta: Any, number: int) -> dict[str, torch.Tensor]:
@@ -111,14 +131,62 @@ def test_a_write_whose_commit_comes_late_does_not_undo_a_later_put(queue, monkey
     assert (column(other, batch)[:, 0].tolist(), [tag["v"] for tag in batch.custom_meta]) == ([3] * 4, [3] * 4)
 
 
+def test_a_late_commit_of_the_first_value_of_a_key_does_not_undo_a_later_put(queue, monkeypatch):
+    client, other = queue.start(ROOM).client(), queue.client()
+    holding_up(client, monkeypatch, lambda: put_key(other, 2))
+    put_key(client, 1)
+    assert key(other) == (2, 2)
+
+
+def test_a_reader_gets_no_value_that_is_not_published_and_the_put_that_is_published_last_stays(queue, monkeypatch):
+    client, other, reader = queue.start(ROOM).client(), queue.client(), queue.client()
+    seen: list[tuple[int, int]] = []
+    holding_up(other, monkeypatch, lambda: seen.append(key(reader)))
+    having_stored(client, monkeypatch, lambda: put_key(other, 4))
+    put_key(client, 5)
+    assert (seen, key(reader)) == ([(4, 4)], (5, 5))
+
+
+@pytest.mark.parametrize("ends", ["its call is given up", "its session ends"])
+def test_a_put_that_is_published_last_stays_although_its_writer_ends_before_an_earlier_one(queue, monkeypatch, ends):
+    client, other, reader = queue.start(ROOM, ROOM).client(), queue.client(), queue.client()
+    put_key(client, 1)
+    seen: list[tuple[int, int]] = []
+
+    def put_and_end() -> None:
+        with pytest.raises(QueueUnreachableError):
+            put_key(other, 3)
+        if ends == "its session ends":
+            other.close()
+        seen.append(key(reader))
+
+    cut_off_before_commits(other, monkeypatch)
+    if ends == "its session ends":  # without a word of its calls
+        monkeypatch.setattr(other.session, "cancel", nothing)
+    holding_up(client, monkeypatch, put_and_end)
+    put_key(client, 2)
+    assert (seen, key(reader)) == ([(3, 3)], (3, 3))
+
+
+async def nothing(*args: Any) -> None: ...
+
+
+def test_a_put_beside_a_save_waits_for_it_also_where_it_could_go_through_the_controller(queue):
+    client, other = queue.start(ROOM, own=ROOM).client(), queue.client()
+    put_key(client, 1)
+    with ThreadPoolExecutor() as pool:
+        with freezing(other):
+            put = pool.submit(put_key, client, 2)
+            while not (any(each["writer"] for each in other.get_stats()["waiting"]) or put.done()):
+                pass
+        put.result()
+    assert key(other) == (2, 2)
+
+
 def test_a_put_of_a_writer_that_ends_before_its_commit_is_read_and_saved_whole(queue, monkeypatch, tmp_path):
     client, other = queue.start(ROOM, ROOM).client(), queue.client()
     meta = client.put(pages(4), partition_id="p")
-
-    async def fails(*args: Any) -> None:
-        raise QueueUnreachableError("cut off")
-
-    monkeypatch.setattr(manager_of(client), "commit", fails)
+    cut_off_before_commits(client, monkeypatch)
     with pytest.raises(QueueUnreachableError):
         client.put(numbered(meta, 2), metadata=meta, tags=[{"v": 2}] * 4)
     other.save_checkpoint(tmp_path / "saved")

@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from tests.contract.storage_kit import blocking, get_rows, put_and_clear_in_threads
 from tests.contract.units_kit import PAGE, ROOM, SmallQueue, held, pages, read, write, writers_wait_less
 from transfer_queue.errors import QueueUnreachableError, StorageFullError, UnitLostError
+from transfer_queue.storage.base import Places
 
 KINDS: dict[str, Callable[[Path], SmallQueue]] = {
     "frames": lambda path: SmallQueue(None, 0),
@@ -71,7 +72,7 @@ def test_a_put_larger_than_any_unit_is_cut_over_several(queue):
     assert read(manager, range(150), units).equal(pages(150)["x"])
     shuffled = [149, 0, 75, 75, 149]
     where = [(numbers(units)[n // 50], 1) for n in shuffled]
-    column = blocking(get_rows(manager, shuffled, ["x"], {"x": where}, "dense"))["x"]
+    column = blocking(get_rows(manager, shuffled, ["x"], Places({"x": where}), "dense"))["x"]
     assert column.equal(pages(150)["x"][shuffled])
 
 

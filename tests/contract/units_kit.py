@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ from tests.contract.storage_kit import local_session, until
 from tests.local_plane import LocalPlane
 from transfer_queue import TransferQueueClient
 from transfer_queue import protocol as p
+from transfer_queue.client import kv
 from transfer_queue.server.front import Front
 from transfer_queue.server.janitor import Janitor
 from transfer_queue.storage.backends import StorageManagerFactory
-from transfer_queue.storage.base import RowsOf
+from transfer_queue.storage.base import Places, RowsOf
 from transfer_queue.storage.shm import write as writes
 from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
 from transfer_queue.storage.unit.lend import lend_arena
@@ -171,7 +172,8 @@ def write(
 
 
 def read(manager: SharedMemoryManager, indexes: range, units: p.UnitRuns | None, field: str = "x") -> torch.Tensor:
-    column: torch.Tensor = run_blocking(manager.read(RowsOf(indexes, [field]), {field: units}, "dense"))[field]
+    rows, places = RowsOf(indexes, [field]), Places({field: units})
+    column: torch.Tensor = run_blocking(manager.read(rows, places, "dense"))[field]
     return column
 
 
@@ -182,3 +184,23 @@ def held(manager: SharedMemoryManager) -> list[tuple[int, int]]:
         return all((unit.leased_nbytes, unit.uncommitted_nbytes, unit.pins) == (0, 0, 0) for unit in stats)
 
     return [(unit.values, unit.parked) for unit in until(manager, is_idle)]
+
+
+def put_key(client: TransferQueueClient, number: int) -> None:
+    rows = run_blocking(kv.rows_of(kv.one_row({"x": torch.full((PAGE // 8,), number)}), None))
+    run_blocking(kv.batch_put(client, ["k"], "p", rows, [{"v": number}]))
+
+
+def key(client: TransferQueueClient) -> tuple[int, int]:
+    """(its value, its tag)."""
+    values = run_blocking(kv.batch_get(client, "k", "p", "x"))
+    return int(values["x"][0][0]), client.kv_list("p")["p"]["k"]["v"]
+
+
+@contextmanager
+def freezing(client: TransferQueueClient) -> Iterator[None]:
+    """Inside, the values of now are being saved."""
+    freeze = p.Freeze(client.session.number(), 5.0)
+    run_blocking(client.session.send(freeze, p.Frozen, keep=True))
+    yield
+    run_blocking(client.session.ask(p.Thaw, p.Cleared, freeze.id))

@@ -29,7 +29,7 @@ from transfer_queue.control.rows import positions_in
 from transfer_queue.control.saved import FORMAT, SavedQueue, decoded
 from transfer_queue.errors import CheckpointError
 from transfer_queue.protocol import by_row, runs_of, unpack_indexes
-from transfer_queue.storage.base import StorageManager
+from transfer_queue.storage.base import Places, StorageManager
 from transfer_queue.storage.wire import IntArray, PlacedColumns, Positions, WireColumn
 from transfer_queue.transport.blocking import off_loop
 
@@ -107,7 +107,7 @@ async def _read(
         for pattern, where in _patterns(has):
             fields = [names[number] for number in pattern]
             units = {name: runs_of(places[name][where]) for name in fields if name in places}
-            stored = await stack.enter_async_context(storage.stored(samples[where].tolist(), fields, units))
+            stored = await stack.enter_async_context(storage.stored(samples[where].tolist(), fields, Places(units)))
             for field, placed in stored.items():
                 found.setdefault(field, []).extend((where[at], column) for at, column in placed)
         yield dict(found)
@@ -152,9 +152,9 @@ class SavedValues:
             for _ in block.chunks():
                 pass
 
-    async def put(self, storage: StorageManager, shift: int) -> Places:
+    async def put(self, storage: StorageManager, shift: int) -> NewPlaces:
         """Store everything, with ``shift`` added to every sample's index. Returns where the values lie."""
-        stored = Places()
+        stored = NewPlaces()
         most_nbytes = await _chunk_nbytes(storage)
         for field, block in [(field, block) for (_, field), own in self.blocks.items() for block in own]:
             chunks = block.chunks(most_nbytes)
@@ -166,7 +166,7 @@ class SavedValues:
         return stored
 
 
-class Places:
+class NewPlaces:
     """Where the values of a checkpoint lie now, unless in unit 0. The samples have the indexes that were saved."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from transfer_queue.checkpoint.files import CONTROLLER, STORAGE, DataFile, Growi
 from transfer_queue.checkpoint.opened import Opened, check_user_metadata, complete, read_values, reading
 from transfer_queue.checkpoint.remote import RemoteCheckpoint
 from transfer_queue.checkpoint.saved_state import SavedState, write_slice
-from transfer_queue.checkpoint.saved_values import Places, SavedValues, save_values
+from transfer_queue.checkpoint.saved_values import NewPlaces, SavedValues, save_values
 from transfer_queue.checkpoint.spool import spooled_checkpoint
 from transfer_queue.client.base import ClientBase
 from transfer_queue.control.saved import SavedBatch, SavedQueue, saved_indexes
@@ -37,7 +37,7 @@ class _Staged(NamedTuple):
 
     call: int = 0
     shift: int = 0
-    places: Places = Places()
+    places: NewPlaces = NewPlaces()
 
 
 _LOSSES = 3
@@ -218,7 +218,7 @@ class Checkpoints(ClientBase):
         freeze = p.Freeze(session.number(), wait_s, task)
         frozen = await session.send(freeze, p.Frozen, wait_s, keep=True)
         try:
-            await self.storage_manager.commit_earlier(frozen.committing)
+            await self.storage_manager.commit_everywhere(frozen.committing)
             file, part = await off_loop(GrowingFile, path), 1
             try:
                 await off_loop(write_slice, file, frozen.state)
@@ -297,7 +297,7 @@ def _indexes(state: SavedState) -> bytes:
     return p.pack_indexes(np.concatenate([saved_indexes(saved) for saved in state.slices()]))
 
 
-def _encoded(slices: Iterator[SavedQueue], places: Places) -> bytes:
+def _encoded(slices: Iterator[SavedQueue], places: NewPlaces) -> bytes:
     """The next slice, which says where its values lie now; b"" if there is none."""
     saved = next(slices, None)
     if saved is None:

@@ -27,7 +27,7 @@ from transfer_queue.errors import (
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.metadata.batch_meta import UnreadBatch
 from transfer_queue.metadata.field_schema import common_dtypes
-from transfer_queue.storage.base import InFront
+from transfer_queue.storage.base import InFront, Places
 from transfer_queue.storage.shm.choose import values_lost
 from transfer_queue.storage.unpack import relaid
 from transfer_queue.transport.caller import SocketCaller
@@ -47,11 +47,11 @@ class FetchedBatch:
         call: tuple[SocketCaller, int],
         front: InFront | None,
         frames: Sequence[memoryview],
-        units: Mapping[str, p.UnitRuns | None],
+        places: Places,
     ) -> None:
-        """``call``: whose session pins the values. ``units``: by field, where the values lie."""
+        """``call``: whose session pins the values."""
         self.meta = meta
-        self.units = units
+        self.places = places
         self._call = call
         self._front = front if frames else None
         self._frames = frames
@@ -187,8 +187,8 @@ class Gets(ClientBase):
             if isinstance(reply, p.NotReady):
                 return reply
             meta = to_meta(reply) if frames else self._to_read(reply)
-            units = {name: spec.units for name, spec in reply.fields.items()}
-            return FetchedBatch(meta, (caller, reply.id), front, frames, units)
+            places = Places({name: spec.units for name, spec in reply.fields.items()}, reply.committing)
+            return FetchedBatch(meta, (caller, reply.id), front, frames, places)
         except KeyboardInterrupt:
             if front is not None:  # the answer may have come, and have pinned something
                 await front.release(fetch.id)
@@ -213,8 +213,6 @@ class Gets(ClientBase):
                 f"{reply.dropped} samples were left over by the tail policy."
             )
         assert isinstance(reply, p.Batch | p.NotReady)
-        if isinstance(reply, p.Batch) and reply.committing:
-            await self.storage_manager.commit_earlier(reply.committing)
         return reply, frames
 
     async def async_take(self, batch: FetchedBatch) -> TensorDict:
@@ -238,7 +236,7 @@ class Gets(ClientBase):
             return TensorDict({}, batch_size=[0])
         data = await batch.values()
         if data is None:
-            data = await self._read(batch.meta, batch.units)
+            data = await self._read(batch.meta, batch.places)
         common = common_dtypes(batch.meta.field_schema, batch.meta.global_indexes)  # fails once nothing is pinned
         return relaid(data, self.storage_manager.layout, common) if common else data
 
@@ -275,13 +273,13 @@ class Gets(ClientBase):
 
     async def _read_there(self, meta: BatchMeta, layout: str | None) -> TensorDict:
         """The values, from where they lie now."""
-        storage, units = self.storage_manager, None
+        storage, places = self.storage_manager, None
         if await storage.in_several_units():
-            units = await self._places(meta, meta.field_names)
+            places = await self._places(meta, meta.field_names)
         try:
-            return await self._read(meta, units, layout)
+            return await self._read(meta, places, layout)
         except StorageKeyNotFoundError:  # they may be in another unit, which has joined, or which has ended
-            if units is None and await storage.in_several_units(fresh=True):
+            if places is None and await storage.in_several_units(fresh=True):
                 return await self._read(meta, await self._places(meta, meta.field_names), layout)
             for part in meta.chunk_by_partition():
                 await self._check_lost(part.partition_ids[0], part.field_names, part.global_indexes)
@@ -300,17 +298,16 @@ class Gets(ClientBase):
             batches[0].was_read(meta.global_indexes, meta.field_names)
         return data
 
-    async def _read(
-        self, meta: BatchMeta, units: Mapping[str, p.UnitRuns | None] | None, layout: str | None = None
-    ) -> TensorDict:
+    async def _read(self, meta: BatchMeta, places: Places | None, layout: str | None = None) -> TensorDict:
         """The values, which lie there; the metadata's batches are read then."""
-        data = await self.storage_manager.read(meta, units, layout)
+        data = await self.storage_manager.read(meta, places, layout)
         for batch in meta.unread:
             batch.was_read(meta.global_indexes, meta.field_names)
         return data
 
-    async def _places(self, meta: BatchMeta, names: Sequence[str]) -> dict[str, p.UnitRuns | None]:
-        """By field, where the values lie now."""
+    async def _places(self, meta: BatchMeta, names: Sequence[str]) -> Places:
+        """Where the values lie now."""
+        committing: dict[p.WriteName, None] = {}
         units = {name: np.zeros(meta.size, dtype=np.int32) for name in names}
         partitions = np.array(meta.partition_ids, dtype=object)
         for partition in dict.fromkeys(meta.partition_ids):
@@ -318,10 +315,12 @@ class Gets(ClientBase):
             for some in parts_of(len(mine)):
                 at = mine[some]
                 own = p.pack_indexes([meta.global_indexes[row] for row in at])
-                for name, spec in (await self._described(partition, names, own)).fields.items():
+                described = await self._described(partition, names, own)
+                committing |= dict.fromkeys(described.committing)
+                for name, spec in described.fields.items():
                     if spec.units is not None:
                         units[name][at] = p.by_row(spec.units)
-        return {name: p.runs_of(own) for name, own in units.items()}
+        return Places({name: p.runs_of(own) for name, own in units.items()}, list(committing))
 
     async def _described(self, partition: str, names: Sequence[str], indexes: bytes) -> p.Batch:
         """Samples that have all these fields."""
@@ -339,8 +338,6 @@ class Gets(ClientBase):
                 f"some of these samples of partition {partition!r} lack the fields {lacking}: they were not "
                 "put yet, or never. Fetch again, or correct the names."
             )
-        if described.committing:
-            await self.storage_manager.commit_earlier(described.committing)
         return described
 
     async def _check_lost(self, partition: str, names: Sequence[str], indexes: Sequence[int] | p.Indexes) -> None:

@@ -15,6 +15,7 @@ from transfer_queue import protocol as p
 from transfer_queue.client.base import ClientBase, check_meta, check_tags, parts_of, tags_by_row, to_specs
 from transfer_queue.client.given_rows import as_rows, given_at, parsed_by
 from transfer_queue.errors import (
+    CheckpointError,
     InvalidRequestError,
     SampleClearedError,
     SessionEndedError,
@@ -104,8 +105,7 @@ class WriteTransaction:
             self._check_session()
             published = await session.send(publish, p.Reply, keep=True)
             if self._columns is not None and not fresh:
-                await storage.commit_earlier(published.committing)  # type: ignore[attr-defined]
-                await storage.commit(begin.id, units)
+                await storage.commit(begin.id, units, published.committing)  # type: ignore[attr-defined]
         except BaseException as error:
             # Otherwise it may be published: the controller knows, and has the write ended accordingly.
             if stored and (publish is None or isinstance(error, UnitLostError)):
@@ -173,7 +173,7 @@ class Puts(ClientBase):
         if front is not None and len(tags) <= p.MOST_ROWS and await front.takes_writes():
             if not await storage.in_several_units():
                 return await transaction.through(front, begin.wait_s)
-            with contextlib.suppress(StorageFullError):
+            with contextlib.suppress(StorageFullError, CheckpointError):  # it has to wait, for room or for a save
                 return await transaction.through(front, 0.0)
         tries = _TRIES
         while True:

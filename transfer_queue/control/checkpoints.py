@@ -66,7 +66,7 @@ def freeze(state: PlaneState, call: Call, request: p.Freeze) -> p.Reply | Wait:
             return None
         frozen = Freezing(state, Snapshot(state, state.calls.now, request.task))
         state.calls.hold(call, frozen)
-        committing = [write for own in state.partitions.values() for write in own.committing]
+        committing = [write for own in state.partitions.values() for write in own.commits]
         return p.Frozen(request.id, *frozen.snapshot.read(0), committing)
 
     return answer(None, True) or Wait(SAVING, state.calls.now + request.wait_s, answer)

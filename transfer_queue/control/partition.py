@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 
+from transfer_queue.control.commits import Commits
 from transfer_queue.control.consumer import IN_HAND, Consumer
 from transfer_queue.control.groups import Groups
 from transfer_queue.control.keys_and_tags import KeyMap, TagStore
@@ -60,10 +61,7 @@ class Partition:
         self.num_withdrawn = 0
         """Samples that were published and no longer count as such, because their put was cancelled."""
         self.num_rewrites = 0
-        self.committing: dict[tuple[str, int], tuple[Indexes, float]] = {}
-        """Published writes (client and first call) that replace values of these samples, until they are committed, or
-        until this time.
-        """
+        self.commits = Commits()
         self.free = ReadySet()
         """Rows that were pre-allocated for the next inserts."""
         self.num_reserved = 0
@@ -204,12 +202,6 @@ class Partition:
             samples = rows
         for consumer in self.consumers.values():
             consumer.published(samples, news)
-
-    def committing_of(self, indexes: Indexes) -> list[tuple[str, int]]:
-        """Published writes that replace values of these samples, and that may not be committed yet."""
-        if not self.committing:
-            return []
-        return [write for write, (own, _) in self.committing.items() if np.isin(own, indexes).any()]
 
     def lose_unit(self, unit: int) -> Indexes:
         """The values in this storage unit are gone. Returns the samples and heads that have lost some."""

@@ -188,10 +188,6 @@ class Schema:
                 self._table.column(_SHAPES + name)[rows] = shapes
         return news
 
-    def replaces(self, rows: Rows, names: Iterable[str]) -> bool:
-        """Whether one of these rows has one of these fields."""
-        return any(self.has(name)[rows].any() for name in names)
-
     def _units_of(self, name: str, rows: Rows) -> npt.NDArray[np.int32] | None:
         """The unit of each row; None: all of them are in unit 0."""
         units = self._table.column(_UNIT + name)[rows] if name in self._placed else None

@@ -573,5 +573,5 @@ def describe(request_id: int, partition: Partition, indexes: Indexes, fields: li
     return Batch(
         request_id, partition.name, pack_indexes(indexes), specs, status.tobytes(),
         pack_tags(partition.tags.packed(rows)), heads=heads, versions=versions,
-        committing=partition.committing_of(indexes),
+        committing=partition.commits.first_for(indexes) if partition.commits else [],
     )  # fmt: skip

@@ -19,7 +19,7 @@ from transfer_queue.control.run_table import RunTable
 from transfer_queue.control.units import UnitTable
 from transfer_queue.diagnosis import is_internal
 from transfer_queue.errors import UnknownPartitionError
-from transfer_queue.protocol import Ended, Indexes, Reply
+from transfer_queue.protocol import Ended, Indexes, Reply, WriteName
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.sampler.registry import resolve
 from transfer_queue.sampler.sequential_sampler import SequentialSampler
@@ -86,8 +86,8 @@ class PlaneState:
         self.producers = Producers(calls, config.producer_grace_s, self.everything_changed)
         self.unused: list[Indexes] = []
         """Indexes whose values are to be deleted: they may be in storage, and belong to no sample any more."""
-        self.ended_writes: list[tuple[str, int, bool]] = []
-        """Writes in steps that end halfway: client, first call, and whether they were published."""
+        self.ended_writes: list[tuple[WriteName, list[WriteName]]] = []
+        """Writes in steps that end halfway; if they were published, with what units commit up to them."""
         self.incarnations = config.server  # so that no other queue has the same tokens
         self.freezes = Freezes()
         self.snapshots: set[object] = set()
@@ -186,6 +186,11 @@ class PlaneState:
         """Delete the values of these samples, none of which is in a partition now."""
         if len(indexes):
             self.unused.append(indexes)
+
+    def committed(self, write: WriteName) -> None:
+        """Units have heard of this write of a client that has ended."""
+        for partition in self.partitions.values():
+            partition.commits.pop(write, None)
 
     def room(self) -> int:
         """The number of samples that may still be inserted."""

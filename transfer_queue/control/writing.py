@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -13,6 +11,7 @@ import numpy as np
 from transfer_queue import protocol as p
 from transfer_queue.calls import Call, Effect, Holding, Steps, Until, Wait, replied
 from transfer_queue.control import group_work
+from transfer_queue.control.commits import Commits
 from transfer_queue.control.group_record import check_tags, check_terms
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import Rows, RowState
@@ -27,8 +26,6 @@ _MOST_AT_ONCE = 2**24
 """Samples of one request: more is a mistake, and would take gigabytes before it failed."""
 _MOST_NAMED = 5
 """Writers that a reply names."""
-_COMMITTED_S = 60.0
-"""By then a storage unit has heard that a client has ended between the publish of a write and its commit."""
 
 # ---- what a write holds ----
 
@@ -71,10 +68,8 @@ class Permit(Holding):
     """
 
     until = Until.DONE
-    is_published: ClassVar[bool] = False
 
-    def __init__(self, state: PlaneState, write: tuple[str, int], request: Rewrite) -> None:
-        """``write``: client and first call."""
+    def __init__(self, state: PlaneState, write: p.WriteName, request: Rewrite) -> None:
         self.state, self.write, self.request = state, write, request
 
     def replaces(self) -> bool:
@@ -86,35 +81,31 @@ class Permit(Holding):
         self.state.waits.wake_first(SAVING)
 
     def undo(self) -> bool:
-        self.state.ended_writes.append((*self.write, self.is_published))
+        self._end([])
+        return True
+
+    def _end(self, published: list[p.WriteName]) -> None:
+        self.state.ended_writes.append((self.write, published))
         self.state.waits.wake_first(SAVING)
-        return not self.is_published
 
 
 class Committing(Permit):
     """A write to samples that exist is published, and its client commits the values."""
 
     until = Until.RECEIVED
-    is_published = True
 
-    def __init__(self, permit: Permit, partition: Partition, replaced: p.Indexes) -> None:
-        """``replaced``: samples of which a storage unit may have older values until then."""
+    def __init__(self, permit: Permit, commits: Commits, earlier: list[p.WriteName]) -> None:
+        """``earlier``: what units commit before it."""
         super().__init__(permit.state, permit.write, permit.request)
-        self._committing, self._replaced = partition.committing, replaced
-        if len(replaced):
-            now = self.state.calls.now
-            for write in [write for write, (_, end) in self._committing.items() if end < now]:
-                del self._committing[write]
-            self._committing[self.write] = (replaced, math.inf)
+        self._commits, self._earlier = commits, earlier
 
     def keep(self) -> None:
-        self._committing.pop(self.write, None)
+        self._commits.pop(self.write, None)
         super().keep()
 
     def undo(self) -> bool:
-        if self.write in self._committing:  # where it keeps its place: the janitor commits it, in a moment
-            self._committing[self.write] = (self._replaced, self.state.calls.now + _COMMITTED_S)
-        return super().undo()
+        self._end([*self._earlier, self.write])  # it keeps its place until units have heard of it
+        return False
 
 
 class NewSamples(Holding):
@@ -430,11 +421,21 @@ def replaced(state: PlaneState, request: Rewrite) -> p.Indexes:
 
 def _kept_waiting(request: Rewrite, waited_s: float) -> p.Failed:
     """The reply to a writer that waited too long."""
-    text = (
+    return p.Failed(request.id, CheckpointError.__name__, _being_saved(request, waited_s))
+
+
+def _being_saved(request: Rewrite, waited_s: float) -> str:
+    return (
         f"values of partition {request.partition!r} that this put replaces are being saved in a checkpoint; it waited "
         f"{waited_s:.1f} s. Put again later, or raise put_timeout_s."
     )
-    return p.Failed(request.id, CheckpointError.__name__, text)
+
+
+def _check_not_saved(state: PlaneState, first: Call) -> None:
+    """Raises for a write that took so long that a save no longer waited for it."""
+    for each in first.holdings:
+        if isinstance(each, Permit) and state.freezes.holds(replaced(state, each.request)).any():
+            raise CheckpointError(_being_saved(each.request, state.calls.now - first.since))
 
 
 def _check_fields(state: PlaneState, call: Call, request: p.CheckFields) -> p.Reply:
@@ -459,14 +460,15 @@ def publish(state: PlaneState, call: Call, request: p.Publish) -> p.Reply:
     indexes = p.unpack_indexes(request.indexes)
     if request.tags:
         check_tags(request.tags.values())
-    earlier = partition.committing_of(indexes)
-    replaced = indexes if _leaves_older(state, request, partition, indexes) else p.NO_INDEXES
-    rows = _published(state, call, request, partition, indexes)
-    state.producers.published(call, request.fields)
     first: Call | None = call
     if not call.is_registered or request.completes != call.number:
         first = state.calls.find(call.client, request.completes)
-    if first is None or not first.holdings or not _complete(state, call, request, first, replaced):
+    if state.freezes and first is not None:
+        _check_not_saved(state, first)
+    earlier = partition.commits.first_for(indexes) if partition.commits else []
+    rows = _published(state, call, request, partition, indexes)
+    state.producers.published(call, request.fields)
+    if first is None or not first.holdings or not _complete(state, call, request, first, earlier):
         state.calls.hold(call, Effect())
     if request.describe:
         described = describe(request.id, partition, indexes, partition.schema.fields_of(rows), rows)
@@ -474,15 +476,9 @@ def publish(state: PlaneState, call: Call, request: p.Publish) -> p.Reply:
     return p.Published(request.id, earlier)
 
 
-def _leaves_older(state: PlaneState, request: p.Publish, partition: Partition, indexes: p.Indexes) -> bool:
-    """Whether storage units may have older values of these samples until the write is committed, or elsewhere."""
-    if not request.uncommitted or (
-        0 in state.units.by_number and all(f.units is None for f in request.fields.values())
-    ):
-        return False  # the unit in this process commits at once
-    if partition.lost_of(indexes):
-        return True
-    return partition.schema.replaces(partition.rows_of(indexes), request.fields)
+def _commits_at_once(state: PlaneState, request: p.Publish) -> bool:
+    """Whether there is nothing to commit, or the unit of this process alone does, as soon as this is published."""
+    return not request.fields or (0 in state.units.by_number and all(f.units is None for f in request.fields.values()))
 
 
 def _published(state: PlaneState, call: Call, request: p.Publish, partition: Partition, indexes: p.Indexes) -> Rows:
@@ -512,7 +508,7 @@ def _appeared(
         group_work.joined(state, call, partition, members, indexes)
 
 
-def _complete(state: PlaneState, call: Call, request: p.Publish, first: Call, replaced: p.Indexes) -> bool:
+def _complete(state: PlaneState, call: Call, request: p.Publish, first: Call, earlier: list[p.WriteName]) -> bool:
     """End what the first call holds. Returns whether the publish now holds something that keeps its answer."""
     partition = state.get(request.partition)
     keeps = False
@@ -528,7 +524,9 @@ def _complete(state: PlaneState, call: Call, request: p.Publish, first: Call, re
                 state.calls.hold(call, NewSamples(state, partition, indexes))
                 keeps = True
         elif isinstance(own, Permit) and request.uncommitted:
-            state.calls.hold(call, Committing(own, partition, replaced))
+            if len(indexes) and not _commits_at_once(state, request):
+                partition.commits[own.write] = indexes
+            state.calls.hold(call, Committing(own, partition.commits, earlier))
             keeps = True
         elif isinstance(own, Permit):
             own.keep()

@@ -27,7 +27,7 @@ from transfer_queue.protocol.requests import (
     SetTags,
 )
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Client and server must have the same one."""
 MAX_DEPTH = 64
 """Levels of lists and dicts in a tag or an argument."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from transfer_queue.protocol.request_parts import FieldSpec, Tags
+from transfer_queue.protocol.request_parts import FieldSpec, Tags, WriteName
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -45,11 +45,11 @@ class Reserved(Reply, frozen=True):
 
 
 class Published(Reply, frozen=True):
-    """Visible now. ``committing``: earlier writes (client and first call) that replace values of these samples, are
-    published, and may not be committed yet. Who goes on has them committed first.
+    """Visible now. ``committing``: earlier writes that are published and may not be committed yet. Who goes on has them
+    committed first, in this order.
     """
 
-    committing: list[tuple[str, int]] = []
+    committing: list[WriteName] = []
 
 
 class Batch(Reply, frozen=True):
@@ -78,7 +78,7 @@ class Batch(Reply, frozen=True):
     versions: dict[int, int] = {}
     most_rows: int = 0
     remains: bytes | None = None
-    committing: list[tuple[str, int]] = []
+    committing: list[WriteName] = []
 
     @property
     def lies_in_front(self) -> bool:
@@ -230,7 +230,7 @@ class Frozen(Reply, frozen=True):
 
     state: bytes
     num_parts: int = 1
-    committing: list[tuple[str, int]] = []
+    committing: list[WriteName] = []
 
 
 AnyReply: Any = functools.reduce(operator.or_, Reply.__subclasses__())

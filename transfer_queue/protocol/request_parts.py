@@ -20,6 +20,8 @@ MOST_ROWS = 2048
 Keys = Annotated[list[str], msgspec.Meta(max_length=MOST_ROWS)]
 TagsOf = Annotated[dict[int, Tags], msgspec.Meta(max_length=MOST_ROWS)]
 FewIndexes = Annotated[bytes, msgspec.Meta(max_length=8 * MOST_ROWS)]
+WriteName = tuple[str, Call]
+"""A write: its client, and the first call of it."""
 LONGEST_WAIT_S = 1e9
 """What infinitely long means on the wire."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_WAIT_S)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any, get_args
 
 import msgspec
@@ -161,6 +162,8 @@ class Front:
         """The answers as they travel. What became unused or ended meanwhile is dealt with."""
         if self.plane is not None and (self.plane.state.unused or self.plane.state.ended_writes):
             answers += self._clean_up(self.plane)
+        if self._janitor is not None and self._janitor.committed:
+            self._note_committed(self._janitor)
         for fault in self.calls.faults:
             _log.error("a request could not be served, or a call could not be undone", exc_info=fault)
         self.calls.faults.clear()
@@ -238,8 +241,9 @@ class Front:
         self.calls.refuse(client)
         self.calls.end(client, died)
         state = self.plane.state
-        published = [number for owner, number, is_published in state.ended_writes if owner == client and is_published]
-        state.ended_writes = [write for write in state.ended_writes if write[0] != client]
+        own = [published for (owner, _), published in state.ended_writes if owner == client]
+        published = list(dict.fromkeys(chain.from_iterable(own)))
+        state.ended_writes = [each for each in state.ended_writes if each[0][0] != client]
         if self.unit is not None:
             guarded(self.unit.end_session, client, published)
         if self._janitor is not None:
@@ -253,14 +257,18 @@ class Front:
             unit.end_session(request.client, request.published)
         return p.Done(request.id)
 
+    def _note_committed(self, janitor: Janitor) -> None:
+        while self.plane is not None and janitor.committed:
+            self.plane.state.committed(janitor.committed.popleft())
+
     def _clean_up(self, plane: ControlPlane) -> list[Answer]:
         """Delete what has become unused, and end writes that were left halfway. Returns answers that this decides."""
         ended, plane.state.ended_writes = plane.state.ended_writes, []
-        for client, number, published in ended:
+        for write, published in ended:
             if self.unit is not None:
-                guarded(self.unit.end_write, client, number, published)
+                guarded(self.unit.end_write, write, published)
             if self._janitor is not None:
-                self._janitor.end_write(client, number, published)
+                self._janitor.end_write(write, published)
         for unused in plane.take_unused():
             deleting = self._deleting(unused)
             guarded(next, deleting, None)
@@ -375,7 +383,7 @@ class _ComposedCalls:
         self._plane.calls.take(call.client, call.number, StoredRows)
         if not isinstance(begin, p.Reserve):
             for over in self._plane.calls.take(call.client, call.number, writing.Committing):
-                self._unit.commit(call.client, call.number)
+                self._unit.commit([over.write])
                 over.keep()
                 self._plane.calls.hold(call, Effect())
         return published if isinstance(begin, p.ResolveKeys) else first
@@ -401,7 +409,7 @@ class _ComposedCalls:
         """A write in steps is visible: what it stored in this process stays."""
         reply = writing.publish(self._plane.state, call, publish)
         self._plane.calls.take(call.client, publish.completes, StoredRows)
-        self._unit.commit(call.client, publish.completes)
+        self._unit.commit([(call.client, publish.completes)])
         return reply
 
     def _fetch(self, call: Call, fetch: p.Fetch) -> Any:

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Coroutine
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from transfer_queue.errors import QueueUnreachableError
+from transfer_queue.protocol import WriteName
 from transfer_queue.storage.base import StorageManager
 from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.loop import guarded
@@ -26,17 +28,24 @@ class Janitor:
 
     def __init__(self, storage: StorageManager) -> None:
         self._storage = storage
+        self.committed: deque[WriteName] = deque()
+        """Writes of clients that have ended, once every unit that can be reached has committed them."""
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="tq-janitor", daemon=True)
         self._thread.start()
 
-    def end_write(self, client: str, call: int, published: bool) -> None:
-        """This client has cancelled this write. It is committed if it was published, else aborted."""
-        self._jobs.put(lambda: self._storage.end_write(client, call, published))
+    def end_write(self, write: WriteName, published: list[WriteName]) -> None:
+        """Its client has cancelled it. The published writes are committed; if it is none of them, it is aborted."""
+        self._jobs.put(lambda: self._storage.end_write(write, published))
+        self._jobs.put(lambda: self._note(published[-1:]))
 
-    def end_session(self, client: str, published: list[int]) -> None:
-        """Of this client's uncommitted writes, these were published."""
+    def end_session(self, client: str, published: list[WriteName]) -> None:
+        """The published writes are committed; any others of this client are dropped."""
         self._jobs.put(lambda: self._storage.end_session(client, published))
+        self._jobs.put(lambda: self._note([write for write in published if write[0] == client]))
+
+    async def _note(self, writes: Iterable[WriteName]) -> None:
+        self.committed.extend(writes)
 
     def delete(self, indexes: Any) -> None:
         """Delete the values of these samples, an int64 array."""

@@ -7,9 +7,9 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-from transfer_queue.protocol import UnitRuns
+from transfer_queue.protocol import UnitRuns, WriteName
 from transfer_queue.storage.wire import PlacedColumns, WireColumn
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
@@ -21,8 +21,14 @@ if TYPE_CHECKING:
     from transfer_queue.storage.pack import GivenRows
     from transfer_queue.storage.unpack import DataParser
 
-Places: TypeAlias = Mapping[str, UnitRuns | None]
-"""By field, where the rows' values lie, for backends that keep them in storage units; None: in unit 0."""
+
+class Places(NamedTuple):
+    """Where the values of rows lie, for backends that keep them in storage units."""
+
+    units: Mapping[str, UnitRuns | None]
+    """By field; None: in unit 0."""
+    committing: Sequence[WriteName] = ()
+    """Published writes that the units commit first, in this order."""
 
 
 class HasRows(Protocol):
@@ -159,8 +165,11 @@ class StorageManager(ABC):
                 f"returns."
             )
 
-    async def commit(self, call: int, units: UnitRuns | None) -> None:
-        """The write was published: it replaces the old values. ``units``: what ``write`` returned."""
+    async def commit(self, call: int, units: UnitRuns | None, earlier: Sequence[WriteName] = ()) -> None:
+        """The write was published: it replaces the old values. ``units``: what ``write`` returned.
+
+        ``earlier``: published writes that are committed before it, in this order.
+        """
         return
 
     def written(self, call: int, units: UnitRuns | None) -> None:
@@ -171,17 +180,19 @@ class StorageManager(ABC):
         """The write was not published. A backend that can't tell keeps it until its samples are cleared."""
         return
 
-    async def end_write(self, client: str, call: int, published: bool) -> None:
-        """The controller reports that this client cancelled this write without knowing whether it was published."""
+    async def commit_everywhere(self, writes: Sequence[WriteName]) -> None:
+        """Commit these published writes in every unit, in this order."""
         return
 
-    async def commit_earlier(self, writes: Sequence[tuple[str, int]]) -> None:
-        """Commit these published writes (client and first call), if their clients have not yet."""
-        for client, call in writes:
-            await self.end_write(client, call, True)
+    async def end_write(self, write: WriteName, published: Sequence[WriteName]) -> None:
+        """The controller reports that its client cancelled this write without knowing whether it was published.
 
-    async def end_session(self, client: str, published: Sequence[int]) -> None:
-        """The controller reports that this client has ended. Of its uncommitted writes, these were published."""
+        ``published``: to be committed, in this order. The write is dropped if it is none of them.
+        """
+        return
+
+    async def end_session(self, client: str, published: Sequence[WriteName]) -> None:
+        """The controller reports that this client has ended. ``published``: as above, for all of its writes."""
         return
 
     @abstractmethod
@@ -203,8 +214,8 @@ class StorageManager(ABC):
         """
         return False
 
-    async def read(self, metadata: HasRows, units: Places | None, layout: str | None) -> TensorDict:
-        """``get_data`` in the given layout (None: as it comes). ``units``: by field, where the rows lie."""
+    async def read(self, metadata: HasRows, places: Places | None, layout: str | None) -> TensorDict:
+        """``get_data`` in the given layout (None: as it comes)."""
         from transfer_queue.storage.unpack import relaid
 
         data = await self.get_data(metadata)
@@ -216,7 +227,7 @@ class StorageManager(ABC):
 
     @asynccontextmanager
     async def stored(
-        self, indexes: Sequence[int], fields: Sequence[str], units: Places | None = None
+        self, indexes: Sequence[int], fields: Sequence[str], places: Places | None = None
     ) -> AsyncIterator[Mapping[str, PlacedColumns]]:
         """Yield the values as stored, as wire columns by field. They are valid inside the context."""
         from transfer_queue.storage.pack import pack

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from transfer_queue.errors import ProtocolError, from_wire
-from transfer_queue.protocol import Call, Done, Failed, Reply, Request, pack_indexes, unpack_indexes
+from transfer_queue.protocol import Call, Done, Failed, Reply, Request, WriteName, pack_indexes, unpack_indexes
 from transfer_queue.storage.wire import ByteArray, IntArray, Layout, Positions, WireColumn, as_run, select
 
 SMALL_NBYTES = 16 * 1024
@@ -92,9 +92,9 @@ class Written(Reply, frozen=True):
 
 
 class Commit(Request, frozen=True):
-    """These writes of this client were published: they replace the old values."""
+    """These writes were published, in this order: each replaces older values. Unknown ones are ignored."""
 
-    writes: list[int]
+    writes: list[WriteName]
 
 
 class Abort(Request, frozen=True):
@@ -107,12 +107,14 @@ class Read(Request, frozen=True):
     """These fields of all these indexes, which may repeat. ``mapped``: the client has mapped the arena.
 
     ``alone``: it knows of no other unit. If one has joined, this one may have values that were replaced there.
+    ``published``: see ``Commit``. They are committed before the values are read.
     """
 
     indexes: bytes
     fields: list[str]
     mapped: bool = False
     alone: bool = False
+    published: list[WriteName] = []  # noqa: RUF012 (msgspec copies it)
 
 
 class Rows(Reply, frozen=True):
@@ -140,18 +142,19 @@ class Release(Request, frozen=True):
 
 
 class EndWrite(Request, frozen=True):
-    """From the controller: this client cancelled this write. Commit it if it was published, else delete it."""
+    """From the controller: its client has cancelled this write. ``published``: see ``Commit``; if it is none of them,
+    delete it.
+    """
 
-    client: str
-    call: Call
-    published: bool
+    write: WriteName
+    published: list[WriteName]
 
 
 class EndSession(Request, frozen=True):
-    """From the controller: this client has ended. Of its uncommitted writes these were published; delete the others."""
+    """From the controller: this client has ended. ``published``: see ``Commit``; delete any other writes of it."""
 
     client: str
-    published: list[int] = []  # noqa: RUF012 (msgspec copies it)
+    published: list[WriteName] = []  # noqa: RUF012 (msgspec copies it)
 
 
 class AskHeld(Request, frozen=True):

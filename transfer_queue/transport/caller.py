@@ -54,7 +54,8 @@ class SocketCaller:
             server_key: The public key of the queue's servers; None: no encryption.
             liveness: How often this client shows that it is alive, and how long a server may be silent.
         """
-        self._client = client_id
+        self.client = client_id
+        """The name of the session."""
         self._server_key = server_key
         self._liveness = liveness
         self._closed = False
@@ -165,14 +166,14 @@ class SocketCaller:
 
     def _connect(self, peer: Peer) -> Connection:
         if not peer.address.startswith("tcp://"):
-            return UnixConnection(peer, self._client)
+            return UnixConnection(peer, self.client)
         from transfer_queue.transport.tcp import TcpLinks
 
         with self._lock:
             if self._closed:
                 raise closed()
             if self._tcp is None:
-                self._tcp = TcpLinks(self._client, self._server_key, self._liveness)
+                self._tcp = TcpLinks(self.client, self._server_key, self._liveness)
                 Finalize(self, self._tcp.close, exitpriority=0)  # see UnixConnection
         return self._tcp.connect(peer)
 

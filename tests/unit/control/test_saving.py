@@ -173,6 +173,20 @@ def test_a_writer_that_never_says_what_became_of_its_put_holds_up_a_save_for_so_
     assert plane.next_deadline() == 99.0
 
 
+def test_a_put_for_which_a_save_waited_in_vain_is_refused_while_its_values_are_saved(plane):
+    mine = p.pack_indexes(put(plane, 1))
+    first, second = (ask(plane, REWARDER, p.CheckFields, "p", mine, {"x": INT}) for _ in range(2))
+    new = ask(plane, REWARDER, p.CheckFields, "p", mine, {"r": INT})
+    ask(plane, SAVER, p.Freeze, 9.0)
+    (answer,) = plane.expire(9.0)
+    refused(
+        ask(plane, REWARDER, p.Publish, "p", mine, {"x": INT}, completes=first.id, now=9.5), "CheckpointError", "9.5 s"
+    )
+    assert isinstance(ask(plane, REWARDER, p.Publish, "p", mine, {"r": INT}, completes=new.id), p.Published)
+    ask(plane, SAVER, p.Thaw, answer.reply.id)
+    assert isinstance(ask(plane, REWARDER, p.Publish, "p", mine, {"x": INT}, completes=second.id), p.Published)
+
+
 @pytest.mark.parametrize("what", ["new field", "new key"])
 def test_a_save_waits_for_a_put_of_what_another_has_put_since_it_began(plane, what):
     """When it began there was nothing to replace."""

@@ -137,7 +137,7 @@ class Client:
         return Write(call or self.number(), p.pack_indexes(samples), decode_columns(put.write))
 
     def commit(self, write: int) -> Commit:
-        return Commit(self.number(), [write])
+        return Commit(self.number(), [(self.name, write)])
 
     def delete(self, samples: Sequence[int]) -> Delete:
         """Of values alone, whose samples the controller still has."""

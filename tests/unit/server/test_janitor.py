@@ -48,11 +48,11 @@ class NotedStorage(StorageManager):
     async def clear_data(self, metadata: Any) -> None:
         self.note("delete", list(metadata.global_indexes))
 
-    async def end_session(self, client: str, published: Sequence[int]) -> None:
+    async def end_session(self, client: str, published: Sequence[p.WriteName]) -> None:
         self.note("end", client, list(published))
 
-    async def end_write(self, client: str, call: int, published: bool) -> None:
-        self.note("commit" if published else "abort", client, call)
+    async def end_write(self, write: p.WriteName, published: Sequence[p.WriteName]) -> None:
+        self.note("end write", write, list(published))
 
     async def close(self) -> None:
         self.note("close")
@@ -79,14 +79,17 @@ def janitor(storage) -> Iterator[Janitor]:
 
 def test_jobs_are_done_in_order_in_a_thread_of_its_own_and_all_of_them_before_it_is_closed(janitor, storage):
     janitor.delete(np.array([3, 4]))
-    janitor.end_session("me", [10])
-    janitor.end_write("me", 11, True)
-    janitor.end_write("me", 12, False)
+    janitor.end_session("me", [("other", 1), ("me", 10)])
+    janitor.end_write(("me", 11), [("other", 1), ("me", 11)])
+    janitor.end_write(("me", 12), [])
     janitor.delete(np.array([5]))
     janitor.close()
     assert storage.jobs == [
-        ("delete", [3, 4]), ("end", "me", [10]), ("commit", "me", 11), ("abort", "me", 12), ("delete", [5]), ("close",),
+        ("delete", [3, 4]), ("end", "me", [("other", 1), ("me", 10)]),
+        ("end write", ("me", 11), [("other", 1), ("me", 11)]), ("end write", ("me", 12), []), ("delete", [5]),
+        ("close",),
     ]  # fmt: skip
+    assert list(janitor.committed) == [("me", 10), ("me", 11)], "the others are their clients' to report"
     assert storage.threads == {"tq-janitor"}
     assert "tq-janitor" not in [thread.name for thread in threading.enumerate()]
 
@@ -144,7 +147,7 @@ def test_a_published_write_is_committed_for_a_client_that_ends_before_it_could(f
     assert isinstance(answer, p.Published)
     me.gone()
     janitor.close()
-    assert storage.jobs == [("end", "me", [write]), ("close",)]
+    assert storage.jobs == [("end", "me", [("me", write)]), ("close",)]
 
 
 def test_a_write_that_its_client_has_committed_is_not_committed_again(front, janitor, storage):
@@ -194,8 +197,8 @@ def test_a_write_that_its_client_gave_up_is_committed_where_it_is_published_and_
     me.gone()
     janitor.close()
     assert storage.jobs == [
-        ("commit", "me", write),
-        ("abort", "me", unpublished),
+        ("end write", ("me", write), [("me", write)]),
+        ("end write", ("me", unpublished), []),
         ("end", "me", []),
         ("close",),
     ]

@@ -154,7 +154,7 @@ def test_bytes_count_once_they_are_committed():
     write = Write(writer.number(), reserved_.indexes, Columns([ColumnHeader("x", layout, 2)]))
     writer.one(write, [bytes(2 * NBYTES)])
     assert moved(front)["put"] == {"message": 0, "memory": 0}
-    writer.one(Commit(writer.number(), [write.id]))
+    writer.one(Commit(writer.number(), [("writer", write.id)]))
     assert moved(front)["put"] == {"message": 2 * NBYTES, "memory": 0}
     writer.one(writer.put_leased([1, 2]))
     assert moved(front)["put"] == {"message": 2 * NBYTES, "memory": 2 * PAGE}

@@ -180,7 +180,7 @@ class Story(Clients):
             yield from self.reply(self.send(who, publish, (), published, steps=True))
             yield
             if not fresh:
-                self.ask(who, m.Commit(self.number(who), [begin.id]), p.Done)
+                self.ask(who, m.Commit(self.number(who), [(who, begin.id)]), p.Done)
                 yield
             self.send(who, p.ListPartitions(self.number(who)), received=[begin.id, publish.id])
         except Interrupted:
@@ -431,7 +431,7 @@ class Story(Clients):
             self.undo[who, write.id] = unstaged
             yield from self.reply(self.send(who, write, frames, steps=True))
             yield
-            self.ask(who, m.Commit(self.number(who), [write.id]), p.Done)
+            self.ask(who, m.Commit(self.number(who), [(who, write.id)]), p.Done)
             del self.undo[who, write.id]
             yield
         for number, state in enumerate(saved.state[:-1]):

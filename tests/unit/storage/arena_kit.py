@@ -122,7 +122,7 @@ class ArenaClient:
         return answer
 
     def commit(self, *writes: int, now: float = 0.0) -> list[UnitReply]:
-        return self.ask(Commit(self.number(), list(writes)), now=now)
+        return self.ask(Commit(self.number(), [(self.name, write) for write in writes]), now=now)
 
     def read(self, indexes: Sequence[int], mapped: bool = True) -> tuple[Rows, list[WireColumn]]:
         """The answer and its wire columns where they lie."""
@@ -163,7 +163,7 @@ class ArenaClient:
 
     def end_session(self, client: str, published: Sequence[int] = ()) -> list[UnitReply]:
         """As the controller does, which says which of the client's writes are published."""
-        return self.ask(EndSession(self.number(), client, list(published)))
+        return self.ask(EndSession(self.number(), client, [(client, call) for call in published]))
 
     def cancel(self, call: int, now: float = 0.0) -> list[UnitReply]:
         return self.unit.cancel(self.name, call, now)

@@ -52,7 +52,7 @@ class Spiller:
             _, reply, frames = left.popleft()
             if isinstance(reply, Written):
                 self.values.update(self.pending.pop(reply.id))
-                left += self.unit.handle("me", Commit(0, [reply.id]), [], self.now)
+                left += self.unit.handle("me", Commit(0, [("me", reply.id)]), [], self.now)
             elif isinstance(reply, Failed):
                 self.pending.pop(reply.id, None)
                 self.failed[reply.id] = f"{reply.code}: {reply.text}"

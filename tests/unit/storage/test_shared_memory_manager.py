@@ -54,7 +54,7 @@ class NotedSession:
     """Answers every request with one of the same kind, and notes what it was asked."""
 
     controller = CONTROLLER
-    caller = None
+    caller = SimpleNamespace(client="me")
 
     def __init__(self, answer: p.Reply) -> None:
         self.answer = answer
@@ -140,13 +140,14 @@ def test_a_write_in_steps_is_committed_or_aborted_by_its_number():
     units = run_blocking(manager.write(7, range(1), manager.prepare(rows(1, "a"))))
     session.asked.clear()
     session.answer = p.Done(0)
-    run_blocking(manager.commit(7, units))
+    run_blocking(manager.commit(7, units, [("gone", 7)]))
     run_blocking(manager.abort(7, units))
-    run_blocking(manager.end_session("gone", [7]))
-    run_blocking(manager.end_write("gone", 8, False))
+    run_blocking(manager.end_session("gone", [("gone", 7)]))
+    run_blocking(manager.end_write(("gone", 8), []))
     asked = [request for asks, _ in session.asked for _, request, _ in asks]
     assert [(type(request), msgspec.structs.astuple(request)[1:]) for request in asked] == [
-        (Commit, ([7],)), (EndSession, ("gone", [7])), (EndWrite, ("gone", 8, False)),
+        (Commit, ([("gone", 7), ("me", 7)],)), (EndSession, ("gone", [("gone", 7)])),
+        (EndWrite, (("gone", 8), [])),
     ]  # fmt: skip
     assert [(name, type(told), told.writes) for name, told in session.told] == [("u0", Abort, [7])]
 

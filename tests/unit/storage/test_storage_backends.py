@@ -80,7 +80,7 @@ def test_such_a_backend_stores_at_once_what_is_written_in_steps(own, session):
     run_blocking(manager.write(7, [3, 4], manager.prepare(data)))
     run_blocking(manager.commit(7, None))
     run_blocking(manager.abort(7, None))
-    run_blocking(manager.end_session("other", [7]))
+    run_blocking(manager.end_session("other", [("other", 7)]))
     assert (manager.kept is data, hasattr(manager, "cleared")) == (True, False)
 
 

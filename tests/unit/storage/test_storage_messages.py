@@ -39,11 +39,11 @@ def wire(*numbers: int) -> WireColumn:
 REQUESTS = [
     LeaseMemory(1, 4096, b"12345678", ["a"], 2.5),
     Write(2, b"12345678", Columns([ColumnHeader("a", INT, 1)], [b"table"], 1), 2.5),
-    Commit(3, [2]),
+    Commit(3, [("me", 2), ("other", 1)]),
     Read(4, b"", ["a"], True),
     Delete(5, b"12345678"),
     Release(7, [1, 4]),
-    EndSession(8, "me", [2]),
+    EndSession(8, "me", [("other", 1), ("me", 2)]),
     AskUnitStats(9),
 ]
 

@@ -222,7 +222,7 @@ def test_stats_say_what_is_held_and_what_waits(small):
 COMMITS = {
     "by the writer": lambda unit: unit.commit(1),
     "by the end of the writer's session": lambda unit: unit.end_session("me", 1),
-    "by a reader": lambda unit: unit.has(3),
+    "by a reader": lambda unit: unit.has(3, published=[1]),
 }
 
 

@@ -110,20 +110,21 @@ class Asker:
         write = Write(self.number(), pack_indexes(np.array(indexes)), columns, wait_s)
         replies = self.ask(write, packer.frames, now, client)
         if commit and (client, f"written {write.id}") in replies:
-            _, *let_in = self.ask(Commit(0, [write.id]), now=now, client=client)
+            _, *let_in = self.ask(Commit(0, [(client, write.id)]), now=now, client=client)
             replies += let_in
         return replies
 
     def commit(self, write: int) -> None:
         """There is nothing to commit if all samples of the write were cleared, and that is no error."""
-        assert self.ask(Commit(number := self.number(), [write])) == [("me", f"done {number}")]
+        assert self.ask(Commit(number := self.number(), [("me", write)])) == [("me", f"done {number}")]
 
     def end_session(self, client: str, *published: int) -> Answers:
         """By the controller, which says which of the client's writes are published."""
-        return self.ask(EndSession(self.number(), client, list(published)), client="controller")
+        return self.ask(EndSession(self.number(), client, [(client, call) for call in published]), client="controller")
 
-    def has(self, *indexes: int) -> bool:
-        ((_, answer),) = self.ask(Read(self.number(), pack_indexes(np.array(indexes)), ["a"]))
+    def has(self, *indexes: int, published: Sequence[int] = ()) -> bool:
+        writes = [("me", call) for call in published]
+        ((_, answer),) = self.ask(Read(self.number(), pack_indexes(np.array(indexes)), ["a"], published=writes))
         return isinstance(answer, Rows) and {part.field for part in answer.headers} == {"a"}
 
     def delete(self, *indexes: int, now: float = 0.0) -> Answers:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from transfer_queue.errors import ConfigError, InvalidRequestError, StorageKeyNotFoundError
+from transfer_queue.protocol import WriteName
 from transfer_queue.storage.backends import StorageClientFactory, StorageManagerFactory
 from transfer_queue.storage.base import HasRows, StorageManager
 from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
@@ -108,7 +109,7 @@ class KVStorageManager(StorageManager):
             await off_loop(self.storage_client.clear, keys, custom_backend_meta=metas)
         await self._references.clear_rows(indexes)
 
-    async def end_session(self, client: str, published: Sequence[int]) -> None:
+    async def end_session(self, client: str, published: Sequence[WriteName]) -> None:
         """References that the client had not committed are dropped; it had put no values for them yet."""
         await self._references.end_session(client, published)
 

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from transfer_queue.errors import QueueUnreachableError
-from transfer_queue.protocol import by_row, pack_indexes
+from transfer_queue.protocol import UnitRuns, by_row, pack_indexes
 from transfer_queue.storage.base import Places
 from transfer_queue.storage.messages import Read, Release, Rows, decode_answer, unpack_columns
 from transfer_queue.storage.shm.choose import UnitDirectory, values_lost
@@ -28,17 +28,17 @@ class ReadResult:
         self.columns: dict[str, list[tuple[Positions, WireColumn]]] = {name: [] for name in fields}
         """By field, the wire columns and the positions of the batch that they fill."""
 
-    async def read(
-        self, units: UnitDirectory, indexes: IntArray, places: Places, timeout_s: float, alone: bool = False
-    ) -> None:
-        """Ask every unit for its share of these samples' fields, then wait for all answers. ``alone``: see ``Read``.
+    async def read(self, units: UnitDirectory, indexes: IntArray, places: Places | None, timeout_s: float) -> None:
+        """Ask every unit for its share of these samples' fields, then wait for all answers.
+
+        ``places`` None: the client knows of unit 0 alone.
 
         Raises:
             UnitLostError: a unit has ended; names the samples and fields that were lost with it.
         """
-        shares = shares_of(len(indexes), list(self.columns), places)
+        shares = shares_of(len(indexes), list(self.columns), {} if places is None else places.units)
         try:
-            await self._read(units, indexes, shares, timeout_s, alone)
+            await self._read(units, indexes, shares, places, timeout_s)
         except QueueUnreachableError:
             lost = await units.lost_among(number for number, _, _ in shares)
             if not lost:
@@ -50,14 +50,15 @@ class ReadResult:
             raise values_lost(values) from None
 
     async def _read(
-        self, units: UnitDirectory, indexes: IntArray, by_number: list[Share], timeout_s: float, alone: bool
+        self, units: UnitDirectory, indexes: IntArray, by_number: list[Share], places: Places | None, timeout_s: float
     ) -> None:
         shares = [(await units.connection(number), at, fields) for number, at, fields in by_number]
         await decide_paths(unit for unit, _, _ in shares)
-        calls = []
+        calls, published = [], [] if places is None else list(places.committing)
         for unit, at, fields in shares:
             mapped = unit.arena is not None
-            read = Read(self._session.number(), pack_indexes(indexes[at]), fields, mapped, alone=alone)
+            number, packed = self._session.number(), pack_indexes(indexes[at])
+            read = Read(number, packed, fields, mapped, places is None, published)
             calls.append((unit.peer, read, ()))
         try:
             answers = await self._session.call_many(calls, timeout_s)
@@ -84,7 +85,7 @@ class ReadResult:
             self._pinned.pop()
 
 
-def shares_of(count: int, names: Sequence[str], units: Places) -> list[Share]:
+def shares_of(count: int, names: Sequence[str], units: Mapping[str, UnitRuns | None]) -> list[Share]:
     """What to read from which unit. Positions are a slice if one unit has all of them."""
     together: dict[tuple[tuple[int, int], ...], list[str]] = {}
     for name in names:

@@ -18,6 +18,7 @@ from transfer_queue.protocol import (
     Done,
     Request,
     UnitRuns,
+    WriteName,
     as_indexes,
     pack_indexes,
     unpack_indexes,
@@ -161,18 +162,23 @@ class SharedMemoryManager(StorageManager):
         for unit in filter(None, (self._units.known(number) for number, _ in units or [(0, 0)])):
             self.session.done(unit.peer, call)
 
-    async def commit(self, call: int, units: UnitRuns | None) -> None:
+    async def commit(self, call: int, units: UnitRuns | None, earlier: Sequence[WriteName] = ()) -> None:
         written = [unit for unit, _ in units or [(0, 0)]]
-        await self._ask_units(written, lambda: Commit(self.session.number(), [call]), Done)
+        writes = [*earlier, (self.session.caller.client, call)]
+        await self._ask_units(written, lambda: Commit(self.session.number(), writes), Done)
+
+    async def commit_everywhere(self, writes: Sequence[WriteName]) -> None:
+        if writes:
+            await self._ask_all(lambda: Commit(self.session.number(), list(writes)), Done)
 
     async def abort(self, call: int, units: UnitRuns | None) -> None:
         self._units.outdate()  # the next try must not choose one that has ended
         await abort(self.session, self._units, call, [unit for unit, _ in units or [(0, 0)]])
 
-    async def end_write(self, client: str, call: int, published: bool) -> None:
-        await self._ask_all(lambda: EndWrite(self.session.number(), client, call, published), Done)
+    async def end_write(self, write: WriteName, published: Sequence[WriteName]) -> None:
+        await self._ask_all(lambda: EndWrite(self.session.number(), write, list(published)), Done)
 
-    async def end_session(self, client: str, published: Sequence[int]) -> None:
+    async def end_session(self, client: str, published: Sequence[WriteName]) -> None:
         await self._ask_all(lambda: EndSession(self.session.number(), client, list(published)), Done)
 
     async def put_data(self, data: TensorDict, metadata: HasRows, data_parser: DataParser | None = None) -> TensorDict:
@@ -203,8 +209,8 @@ class SharedMemoryManager(StorageManager):
         if len(wanted):
             await self._ask_all(lambda: Delete(self.session.number(), pack_indexes(wanted)), Done)
 
-    async def read(self, metadata: HasRows, units: Places | None, layout: str | None) -> TensorDict:
-        """``units`` None: all rows lie in unit 0."""
+    async def read(self, metadata: HasRows, places: Places | None, layout: str | None) -> TensorDict:
+        """``places`` None: all rows lie in unit 0."""
         from transfer_queue.storage.unpack import check_layout, unpack
 
         layout = layout or self.layout
@@ -214,7 +220,7 @@ class SharedMemoryManager(StorageManager):
             return unpack({}, len(wanted), layout, self._allow_pickle)
         result = ReadResult(self.session, names)
         try:
-            await result.read(self._units, wanted, units or {}, self._timeout_s, alone=units is None)
+            await result.read(self._units, wanted, places, self._timeout_s)
             values = self._unpacked(result, len(wanted), layout)
             await result.close()
         except BaseException:  # not "finally", which a Ctrl-C would end before its work is done
@@ -230,11 +236,11 @@ class SharedMemoryManager(StorageManager):
 
     @asynccontextmanager
     async def stored(
-        self, indexes: Sequence[int], fields: Sequence[str], units: Places | None = None
+        self, indexes: Sequence[int], fields: Sequence[str], places: Places | None = None
     ) -> AsyncIterator[Mapping[str, PlacedColumns]]:
         result = ReadResult(self.session, sorted(set(fields)))
         try:
-            await result.read(self._units, as_indexes(indexes), units or {}, self._timeout_s)
+            await result.read(self._units, as_indexes(indexes), places or Places({}), self._timeout_s)
             yield result.columns
         finally:
             await result.close()

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import msgspec
 import numpy as np
@@ -94,12 +94,6 @@ class RowsToWrite(msgspec.Struct, frozen=True):
             in_arena = self.leased and arena is not None and arena.offset_of(column.data) >= 0
             totals["memory"] += column.data.nbytes if in_arena else 0
             totals["message"] += column.nbytes - (column.data.nbytes if in_arena else 0)
-
-    def holds(self, values: Mapping[str, IntArray]) -> bool:
-        """Return whether it has one of these values. ``values``: indexes by field."""
-        return any(
-            name in values and bool(np.isin(self.indexes[at], values[name]).any()) for name, at, _ in self.columns
-        )
 
     def without(self, indexes: IntArray) -> RowsToWrite:
         """The same write without the rows of these indexes."""

@@ -21,7 +21,7 @@ from transfer_queue.errors import (
     StorageKeyNotFoundError,
     to_wire,
 )
-from transfer_queue.protocol import Done, Failed, Reply, Request, pack_indexes, unpack_indexes
+from transfer_queue.protocol import Done, Failed, Reply, Request, WriteName, pack_indexes, unpack_indexes
 from transfer_queue.storage.messages import (
     INLINE_NBYTES,
     PAGE_NBYTES,
@@ -224,23 +224,8 @@ class StorageUnit:
             raise StorageKeyNotFoundError(
                 "another server has joined this queue, and may hold newer values: use the client's get_data()."
             )
-        try:
-            return self._rows_or_wait(call, request)
-        except StorageKeyNotFoundError:
-            if not self._commit_published(unpack_indexes(request.indexes), request.fields):
-                raise
-            return self._rows_or_wait(call, request)
-
-    def _commit_published(self, indexes: IntArray, fields: Sequence[str]) -> bool:
-        """Readers ask for published values only. So a write that has a missing one is published: its commit comes."""
-        if not self._uncommitted:
-            return False
-        held = self._blocks.held(indexes)
-        lacking = {name: np.setdiff1d(indexes, held.get(name, ())) for name in fields}
-        found = [each for each in self._uncommitted if each.write.holds(lacking)]
-        for each in found:
-            self._commit_one(each)
-        return bool(found)
+        self.commit(request.published)
+        return self._rows_or_wait(call, request)
 
     def read_small(self, call: Call, indexes: bytes, fields: Sequence[str]) -> Rows | None:
         """All values with their stamp, where they are few bytes and the reader will see whether they have changed."""
@@ -382,10 +367,9 @@ class StorageUnit:
         self._squeeze()
 
     def _uncommitted_over(self, uncommitted: UncommittedWrite) -> None:
-        if uncommitted in self._uncommitted:  # otherwise a reader has committed it
-            del self._uncommitted[uncommitted]
-            self._uncommitted_nbytes -= uncommitted.write.nbytes
-            self._freed()
+        del self._uncommitted[uncommitted]
+        self._uncommitted_nbytes -= uncommitted.write.nbytes
+        self._freed()
 
     def _unpacked(self, call: Call, indexes: IntArray, columns: Columns) -> RowsToWrite:
         """The rows of a write. Its lease ends whether or not it succeeds; it may have been larger than what is kept."""
@@ -416,21 +400,17 @@ class StorageUnit:
         return lambda offset, nbytes: extents.pop((offset, nbytes))
 
     def _commit(self, call: Call, request: Commit) -> Reply:
-        for number in request.writes:
-            self.commit(call.client, number)
+        self.commit(request.writes)
         return Done(request.id)
 
-    def commit(self, client: str, number: int) -> None:
-        """The write of this call is published: it replaces the old values."""
-        for uncommitted in self.calls.take(client, number, UncommittedWrite):
-            self._commit_one(uncommitted)
-        self._squeeze()
-
-    def _commit_one(self, uncommitted: UncommittedWrite) -> None:
-        if uncommitted in self._uncommitted:
-            self._note_changed(uncommitted.write.indexes)
-            self._store(uncommitted.write)
-            self._uncommitted_over(uncommitted)
+    def commit(self, writes: Iterable[WriteName]) -> None:
+        """These writes are published, in this order: each replaces older values."""
+        for write in writes:
+            for uncommitted in self.calls.take(*write, UncommittedWrite):
+                self._note_changed(uncommitted.write.indexes)
+                self._store(uncommitted.write)
+                self._uncommitted_over(uncommitted)
+                self._squeeze()
 
     def _abort(self, call: Call, request: Abort) -> None:
         for number in request.writes:
@@ -440,14 +420,13 @@ class StorageUnit:
                 stored.undo()
 
     def _end_write(self, call: Call, request: EndWrite) -> Reply:
-        self.end_write(request.client, request.call, request.published)
+        self.end_write(request.write, request.published)
         return Done(request.id)
 
-    def end_write(self, client: str, number: int, published: bool) -> None:
-        """The controller knows whether a write that its client left halfway is published."""
-        if published:
-            self.commit(client, number)
-        self._drop_aside(client, number)
+    def end_write(self, write: WriteName, published: Iterable[WriteName]) -> None:
+        """The controller knows whether a write that its client left halfway is published, and what comes before it."""
+        self.commit(published)
+        self._drop_aside(*write)
 
     def _drop_aside(self, client: str, number: int) -> None:
         """What this call has kept aside is not published."""
@@ -458,11 +437,10 @@ class StorageUnit:
         self.end_session(request.client, request.published)
         return Done(request.id)
 
-    def end_session(self, client: str, published: Iterable[int]) -> None:
-        """The client has ended. Of its uncommitted writes these were published; the others are dropped."""
+    def end_session(self, client: str, published: Iterable[WriteName]) -> None:
+        """The client has ended. Its uncommitted writes that are none of the published ones are dropped."""
         self.calls.refuse(client)
-        for number in published:
-            self.commit(client, number)
+        self.commit(published)
         self.calls.end(client)
         for call in self.calls.of(client):
             self._drop_aside(client, call.number)
