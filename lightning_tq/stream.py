@@ -223,6 +223,11 @@ class Stream:
         return isinstance(self.sampler, GroupSampler) and self.sampler.bound is not None
 
     @property
+    def acks_free_room(self) -> bool:
+        """Whether what was trained is deleted once it is acknowledged, as groups always are."""
+        return bool(self.clear_consumed) or self.draws_groups
+
+    @property
     def clearing_tasks(self) -> list[str]:
         """Tasks that must be done with a sample before ``clear_consumed`` deletes it. Empty: it deletes nothing."""
         if self.clear_consumed is False:

@@ -219,8 +219,9 @@ def check_checkpoints(trainer: Trainer, train: Stream, dp_size: int, samples: in
         samples: How many the queue holds at most; None: any number.
     """
     rows = (train.micro_batch_size or train.batch_size or 0) * dp_size
+    rows, least = (rows, "") if train.groups is None else (2 * train.groups, "at least ")  # each a head and a row
     distance = batches_between_checkpoints(trainer, train)
-    if not train.clear_consumed or samples is None or distance is None or not rows:
+    if not train.acks_free_room or samples is None or distance is None or not rows:
         return
     ahead = int(fetches_ahead(trainer, train))
     if (distance + ahead) * rows <= samples:
@@ -229,7 +230,7 @@ def check_checkpoints(trainer: Trainer, train: Stream, dp_size: int, samples: in
     sooner = f"save a checkpoint at least every {fits} steps (ModelCheckpoint(every_n_train_steps={fits})), "
     raise InvalidRequestError(
         f"stream 'train' keeps its samples until a checkpoint holds their step, so that a resumed run can train them "
-        f"again. The next checkpoint comes after {distance:,} batches of {rows:,} samples, but the queue holds "
+        f"again. The next checkpoint comes after {distance:,} batches of {least}{rows:,} samples, but the queue holds "
         f"{samples:,} samples (total_storage_size): training would stand still before it. To go on, "
         f"{sooner if fits > 0 else ''}acknowledge without a checkpoint (TQDataModule(ack='step')), or raise "
         f"total_storage_size."

@@ -167,7 +167,7 @@ def _is_for_a_follower(put: Finding) -> bool:
 
 def _kept(wait: StreamWait) -> int:
     """Batches that would be cleared, were they acknowledged."""
-    return wait.reader.progress.kept if wait.reader.stream.clearing_tasks else 0
+    return wait.reader.progress.kept if wait.reader.stream.acks_free_room else 0
 
 
 def _clearing(wait: StreamWait) -> Iterator[str]:
@@ -179,7 +179,7 @@ def _clearing(wait: StreamWait) -> Iterator[str]:
         return  # the next step acknowledges the others
     if wait.reader.stream.variables and not wait.run.clears_finished:  # else no partition is finished while it trains
         yield "add the callback PartitionSwitch(), which clears finished partitions"
-    if not wait.reader.stream.clear_consumed:
+    if not wait.reader.stream.acks_free_room:
         yield "set Stream(clear_consumed=True)"
 
 

@@ -28,7 +28,7 @@ class AckBatches(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for reader in _trained(trainer):
-            if reader.stream.clearing_tasks or run_of(trainer).switch.clear_finished:  # else a checkpoint frees no room
+            if reader.stream.acks_free_room or run_of(trainer).switch.clear_finished:  # else a checkpoint frees no room
                 reader.before_batch = EarlyCheckpoint(run_of(trainer), reader).before_batch
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

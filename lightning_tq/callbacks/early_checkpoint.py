@@ -29,7 +29,7 @@ class EarlyCheckpoint:
 
     def __init__(self, run: Run, reader: StreamReader) -> None:
         self._run, self._reader = run, reader
-        self._clears = bool(reader.stream.clearing_tasks)
+        self._clears = reader.stream.acks_free_room
         """Whether an ack frees room. Otherwise, a partition does that a PartitionSwitch clears."""
         self._look_in = 2 if self._clears else 1  # batches
         self._saved_for: set[str] = set()

@@ -556,6 +556,15 @@ def test_versions_never_go_back_but_on_a_resume(client, name):
     assert client.lease(name)[0].version == 2
 
 
+def test_a_version_of_several_partitions_goes_back_with_that_of_one_of_them(client, name):
+    client.advance(f"{name}@*", 10)
+    with pytest.raises(GroupStateError, match="version 10 trains in .*@"):
+        client.advance(f"{name}@1", 4)
+    client.advance(f"{name}@1", 4, resumed=True)
+    client.add_groups(heads(1), f"{name}@1")
+    assert client.lease(f"{name}@1")[0].version == 4
+
+
 def test_a_lease_that_waits_says_for_what(client, name, actor):
     with pytest.raises(tq.BatchTimeoutError, match="there is no such partition"):
         client.lease(name, timeout_s=0.05)

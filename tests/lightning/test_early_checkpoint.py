@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from producing import rows
 from recorders import Recorder
 
 import transfer_queue as tq
-from lightning_tq import PartitionSwitch, TQCheckpoint, TQDataModule
+from lightning_tq import PartitionSwitch, Stream, TQCheckpoint, TQDataModule
 from tests.lightning.conftest import stream
 
 pytestmark = pytest.mark.programs
@@ -51,6 +52,7 @@ def start_queue(**storage: Any) -> None:
 ROW_BYTES = 100
 """Fewer than a row has here."""
 _A_DAY = timedelta(days=1)
+PAIRS = tq.GroupSampler(groups=2, ahead=1)
 
 
 @pytest.mark.parametrize("bound", [{"memory": 32 * ROW_BYTES}, {"total_storage_size": 32}], ids=["bytes", "samples"])
@@ -185,6 +187,38 @@ def test_a_checkpoint_is_saved_early_where_a_finished_partition_would_fill_the_q
         trainer(**once).fit(model, datamodule=TQDataModule(train=stream("train@{epoch}")))
     assert model.indexes() == indexes
     assert (tmp_path / "kept" / "last-early.ckpt").exists()
+
+
+def test_a_checkpoint_is_saved_early_where_trained_groups_that_wait_for_one_would_fill_the_queue(
+    trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    start_queue(total_storage_size=40)
+    made = Stream(partition="train", task="learn", fields=["x", "text"], num_batches=10, sampler=PAIRS)
+    dm = TQDataModule(train=made, ack="checkpoint")
+
+    def work() -> None:
+        client = tq.get_client()
+        for number in range(20):
+            client.add_groups({"prompt": torch.tensor([number])}, "train", tasks=["learn"])
+            (lease,) = client.lease("train", timeout_s=120)
+            lease.close(rows(3, start=3 * number))
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    model = Recorder()
+    saves = ModelCheckpoint(tmp_path / "kept", train_time_interval=_A_DAY)
+    trainer(callbacks=[saves], enable_checkpointing=True).fit(model, datamodule=dm)
+    worker.join()
+    assert [len(batch) for _, batch in model.seen["train"]] == [6] * 10
+    assert (tmp_path / "kept" / "last-early.ckpt").exists()
+
+
+def test_groups_that_can_not_wait_for_the_next_checkpoint_are_refused(trainer: MakeTrainer, tmp_path: Path) -> None:
+    start_queue(total_storage_size=40)
+    dm = TQDataModule(train=Stream(partition="train", task="learn", fields=["x", "text"], sampler=PAIRS))
+    saves = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=10)
+    with pytest.raises(ValueError, match="after 10 batches of at least 4 samples, but the queue holds 40"):
+        trainer(callbacks=[saves], enable_checkpointing=True).fit(Recorder(), datamodule=dm)
 
 
 @pytest.mark.parametrize("clears", [False, True])

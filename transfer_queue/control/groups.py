@@ -298,7 +298,8 @@ class Groups:
         if group is None or not group.is_under_work:
             state = (self.partition.tags.get(members.head) or {}).get("group.state", GONE)
             holders = group.holders if group is not None and group.is_complete else {}
-            if any(part in holders and holders[part].token == members.lease for part in members.parts):
+            own = [part for part in members.parts if part in holders and holders[part].token == members.lease]
+            if group is not None and group.closed.intersection(own):
                 raise LeaseLostError(
                     f"this lease has closed its group already, so those rows are stored, and this call wrote nothing: "
                     f"the group is {state}. A call that was cancelled, or timed out, may have had its effect."

@@ -149,13 +149,15 @@ class Leases:
         return max(version + len(steps), max([*steps, trainer.last_step]) + 1)
 
     def advance(self, partition: str, version: int, resumed: bool) -> None:
-        known = self.versions.get(partition)
-        if known is not None and version < known and not resumed:
+        others = [each for each in self.versions if is_of(each, partition) or is_of(partition, each)]
+        later = [each for each in others if version < self.versions[each]]
+        if later and not resumed:
             raise GroupStateError(
-                f"version {known} trains in {partition!r}, so version {version} can't be next. A trainer that goes on "
-                f"from an earlier checkpoint says so: advance(..., resumed=True)."
+                f"version {self.versions[later[0]]} trains in {later[0]!r}, so version {version} can't be next in "
+                f"{partition!r}. A trainer that goes on from an earlier checkpoint says so: advance(..., resumed=True)."
             )
-        self.went_back |= known is not None and version < known
+        self.went_back |= bool(later)
+        self.versions |= dict.fromkeys(later, version)
         if resumed:
             for trainer in self.trainers.values():
                 trainer.last_step = min(trainer.last_step, version - 1)

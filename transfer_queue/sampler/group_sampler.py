@@ -90,8 +90,9 @@ class GroupSampler(RoundSampler):
                 raise SamplerError(f"{name} must be a whole number of at least {least}, got {number!r}.")
         if not isinstance(oversample, int | float) or not 1.0 <= oversample < math.inf:
             raise SamplerError(f"oversample must be at least 1, got {oversample!r}.")
-        if not isinstance(gate, str | None):
-            raise SamplerError(f'gate must be a text such as "std(reward) > 0", got {gate!r}.')
+        for name, text, such_as in (("gate", gate, "std(reward) > 0"), ("balance", balance, "length")):
+            if not isinstance(text, str | None):
+                raise SamplerError(f'{name} must be a text such as "{such_as}", got {text!r}.')
         if order not in ORDERS or stale not in STALE:
             raise SamplerError(
                 f"order must be one of {', '.join(ORDERS)}, and stale one of {', '.join(STALE)}; got {order!r} and "

@@ -67,6 +67,14 @@ def test_a_close_that_is_repeated_says_that_its_rows_are_stored():
     refused(queue.put(lease), "LeaseLostError", "closed its group already, so those rows are stored")
 
 
+def test_a_close_that_comes_after_its_group_was_closed_without_it_says_that_nothing_is_stored():
+    queue = a_queue(GroupSampler(groups=1, ahead=3), 1, parts=3, min_parts=1, deadline_s=5.0)
+    (lease,) = queue.lease()
+    queue.put(lease, parts=[0])
+    queue.pass_time(6.0)
+    refused(queue.put(lease, parts=[1, 2]), "LeaseLostError", "nothing was written: its group is closed")
+
+
 # ---- verl: groups too old are dropped, or the draw waits; DAPO refills what its filter rejects ----
 
 
@@ -219,7 +227,7 @@ def test_a_window_smaller_than_a_step_is_refused():
         GroupSampler(groups=4, window=3)
 
 
-@pytest.mark.parametrize(("name", "wrong"), [("gate", 5), ("oversample", "2")])
+@pytest.mark.parametrize(("name", "wrong"), [("gate", 5), ("balance", 5), ("oversample", "2")])
 def test_settings_of_another_type_are_refused_by_name(name, wrong):
     with pytest.raises(SamplerError, match=f"{name} must be .* got {wrong!r}"):
         GroupSampler(groups=4, **{name: wrong})
