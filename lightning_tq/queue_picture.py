@@ -99,6 +99,7 @@ def draw_panels(panels: Sequence[Panel], title: str, x_label: str, path: Path) -
     boxes = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
     for box, panel in zip(boxes, shown, strict=True):
         _draw_panel(box, panel)
+    boxes[-1].set_xlim(0.0, max(1e-9, *(panel.at[-1] for panel in shown)))  # they share it
     figure.align_ylabels()
     boxes[-1].set_xlabel(x_label)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +114,6 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     axes.plot(panel.at, panel.values, color=panel.color, alpha=0.45, linewidth=0.8)
     axes.plot(panel.at, _running_mean(panel.values), color=panel.color, linewidth=1.8, clip_on=False)
     axes.set_ylabel(panel.label)
-    axes.set_xlim(0.0, max(panel.at[-1], 1e-9))
     axes.set_ylim(0, panel.most or max(1.0, 1.08 * max(panel.values)))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     axes.grid(axis="y", color=_GREY, alpha=0.2)

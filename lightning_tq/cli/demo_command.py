@@ -27,6 +27,8 @@ from lightning_tq.cli.queue_commands import seconds
 _FAILED = 1
 _LINES_EVERY_S = 3.0
 _MOST_S = 3600
+_LEARNED = 20
+"""Percentage points. Fewer than these are chance."""
 _PAGE = re.compile(r"^Dashboard: (\S+)")
 _STEP = re.compile(r"^step (\d+): (\d+)% ")
 _LIMIT = re.compile(r"; ((?:generation|training) was the bottleneck|training and generation kept pace)")
@@ -149,6 +151,8 @@ class _Demo:
             print(
                 f"Accuracy {first.percent}% → {last.percent}% in {last.at_s:.0f} s and {last.step} steps{self._limit}."
             )
+            if last.percent < first.percent + _LEARNED:
+                print("It has not learned in this time, as on a busy machine: give it more, such as --seconds 180.")
         print("A run of your own: lightning-tq new grpo DIR", flush=True)
 
 

@@ -205,7 +205,7 @@ def records(args: Sequence[str]) -> None:
     """Show what a record holds, or the samples that one step trained: their tags, versions, texts and small fields.
 
     A step is one batch of every data-parallel rank. They are counted from 0, as trainer.global_step is where each batch
-    is one optimizer step.
+    is one optimizer step. The last one may have been fetched ahead, and not trained.
     """
     parser = Parser("records", records)
     parser.add_argument("directory", metavar="DIR", help="What lightning-tq record wrote.")

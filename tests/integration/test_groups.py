@@ -558,7 +558,7 @@ def test_versions_never_go_back_but_on_a_resume(client, name):
 
 def test_a_version_of_several_partitions_goes_back_with_that_of_one_of_them(client, name):
     client.advance(f"{name}@*", 10)
-    with pytest.raises(GroupStateError, match="version 10 trains in .*@"):
+    with pytest.raises(GroupStateError, match=r"version 10 trains in .*@"):
         client.advance(f"{name}@1", 4)
     client.advance(f"{name}@1", 4, resumed=True)
     client.add_groups(heads(1), f"{name}@1")
