@@ -53,7 +53,8 @@ class Stream:
         fields: Fields to read. A sample is ready when it has all of them.
         batch_size: Samples per data-parallel rank and batch, which the sampler picks at once. With a GroupSampler leave
             it out: a batch is this rank's share of its whole groups.
-        micro_batch_size: Rows that the loader yields at once. Default: the whole batch.
+        micro_batch_size: Rows that the loader yields at once. Default: the whole batch, or micro-batches of up to so
+            many tokens with ``GroupSampler(micro_batch_tokens=...)``.
         head_fields: Fields of the groups' heads, such as an image that all rows of a group share. They are read once
             per batch; ``batch.heads`` has a row per group, and ``meta.group_index`` says which one is a row's.
         sampler: How ready samples form a batch: class_path and init_args, or the name of a built-in sampler. Default:
@@ -163,6 +164,11 @@ class Stream:
                 f"batch_size={self.batch_size} has no effect with a GroupSampler, which draws whole groups, however "
                 f"many rows they have. Leave it out; micro_batch_size is the rows that a step gets at once."
             )
+        if self.cuts_by_tokens and self.micro_batch_size is not None:
+            raise InvalidRequestError(
+                f"micro_batch_size={self.micro_batch_size} has no effect with GroupSampler(micro_batch_tokens=...). "
+                f"Leave one of them out."
+            )
         check_int("batch_size", self.batch_size, 1, optional=self.draws_groups)
         check_int("micro_batch_size", self.micro_batch_size, 1, optional=True)
         check_int("num_batches", self.num_batches, 1, optional=True)
@@ -216,6 +222,11 @@ class Stream:
     def groups(self) -> int | None:
         """Groups of a batch, of all ranks together; None: it has no whole groups."""
         return self.sampler.groups if isinstance(self.sampler, GroupSampler) else None
+
+    @property
+    def cuts_by_tokens(self) -> bool:
+        """Whether the sampler says how batches are cut."""
+        return isinstance(self.sampler, GroupSampler) and self.sampler.micro_batch_tokens is not None
 
     @property
     def bounds_staleness(self) -> bool:

@@ -284,7 +284,7 @@ def check_slots(trainer: Trainer, train: Stream, every_n_steps: int) -> None:
     sampler, ahead = train.sampler, fetches_ahead(trainer, train)
     if not isinstance(sampler, GroupSampler):
         return
-    accumulated, is_cut = trainer.accumulate_grad_batches, train.micro_batch_size is not None
+    accumulated, is_cut = trainer.accumulate_grad_batches, train.micro_batch_size is not None or train.cuts_by_tokens
     batches = ahead + (1 if is_cut else accumulated)
     remedy = "set Stream(num_batches=...), the batches per epoch, or " if ahead else ""
     if sampler.budget < batches * sampler.groups:
@@ -296,7 +296,7 @@ def check_slots(trainer: Trainer, train: Stream, every_n_steps: int) -> None:
     bound = sampler.bound
     if bound is None:
         return
-    if is_cut == (accumulated == 1):
+    if is_cut == (accumulated == 1) and trainer.lightning_module.automatic_optimization:
         why = "each micro-batch of a draw is a step" if is_cut else f"{accumulated} draws are one step"
         raise InvalidRequestError(
             f"the GroupSampler of stream 'train' bounds staleness (stale={sampler.stale!r}) where each draw is one "

@@ -50,7 +50,7 @@ def members(key: str, count: int) -> Any:
 def worker(
     sizes: Callable[[int], int] = lambda number: 2, has_all: bool = True, **asked: Any
 ) -> Iterator[list[tuple[str, Any]]]:
-    """A thread that leases each group and closes it with so many rows. Gives (key, version) of its leases.
+    """A thread that leases each group and closes it with so many rows of length 10. Gives (key, version) of its leases.
 
     ``has_all``: whether it leases all groups, however long after the body. Else it ends with the body.
     """
@@ -63,7 +63,8 @@ def worker(
                 with lease:  # a group that is left over meanwhile ends the block
                     on_lease()
                     leased.append((lease.key, lease.version))
-                    lease.close(members(lease.key, sizes(int(lease.key[1:]))))
+                    rows = members(lease.key, sizes(int(lease.key[1:])))
+                    lease.close(rows, tags=[{"length": 10}] * len(rows))
         except BaseException as error:
             if has_all:
                 failed.append(error)

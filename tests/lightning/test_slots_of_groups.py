@@ -204,6 +204,42 @@ class TwoSteps(Steps):
             optimizer.step()
 
 
+class StepPerDraw(Steps):
+    """An optimizer step with the last micro-batch of each batch, however many it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.counts: list[tuple[int, int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        number, count = batch.meta.micro_batch
+        self.counts.append((number, count))
+        self.manual_backward(super().training_step(batch, batch_idx) / count)
+        if number == count:
+            optimizer = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_micro_batches_by_tokens_are_one_step_per_draw_with_manual_optimization(
+    data: Make, trainer: MakeTrainer
+) -> None:
+    made = {"of_balance": "length", "of_micro_batch_tokens": 30, "of_stale": "wait", "of_max_staleness": 3}
+    dm = data(train=groups_of(2, of_ahead=3, **made))
+    add(dm.client, 6)
+    model, fit = StepPerDraw(), trainer(callbacks=[PublishWeights()])
+    with worker(sizes=lambda number: 2 + 2 * (number == 5)):
+        fit.fit(model, datamodule=dm)
+    assert (model.counts, fit.global_step) == ([(1, 2), (2, 2)] * 3, 3)
+    assert [len(groups) for groups in model.groups] == [3, 1, 3, 1, 3, 3]
+
+
+def test_rows_and_tokens_of_a_micro_batch_are_not_both_given() -> None:
+    with pytest.raises(InvalidRequestError, match="Leave one of them out"):
+        groups_of(2, of_balance="length", of_micro_batch_tokens=30, micro_batch_size=2)
+
+
 @pytest.mark.parametrize("stale", ["wait", "drop", "train"])
 def test_a_bound_on_staleness_is_refused_where_one_draw_is_several_steps(
     data: Make, trainer: MakeTrainer, stale: str

@@ -261,7 +261,7 @@ def to_meta(batch: Batch) -> BatchMeta:
     )
     if batch.heads is not None and count:
         meta.heads, meta.group_versions = unpack_indexes(batch.heads).tolist(), batch.versions
-        meta.most_rows = batch.most_rows
+        meta.most_rows, meta.cut = batch.most_rows, batch.cut
     if batch.remains is not None:
         meta.remains = np.frombuffer(batch.remains, dtype=np.uint8).astype(bool).tolist()
     if count:  # set directly, because these entries are new and already normalized

@@ -230,6 +230,13 @@ class Draw:
             sampler: Any = self.sampler
             return (self._round_by(sampler.round) or None) if has_enough else None
 
+    def cut(self, shares: list[Share]) -> list[list[int]]:
+        """By rank, the rows of its micro-batches, if the sampler says so."""
+        if not isinstance(self.sampler, GroupSampler) or self.sampler.micro_batch_tokens is None:
+            return []
+        with foreign(self.sampler, self.consumer.task):
+            return self.sampler.cut([share.indexes.tolist() for share in shares], PartitionView(self.partition))
+
     def _remembers(self) -> bool:
         """Whether the sampler has some memory of this task."""
         return bool(self.sampler._states.get(self.partition.name, {}).get(self.consumer.task))

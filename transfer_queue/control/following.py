@@ -59,6 +59,6 @@ def _copy(partition: Partition, task: str, entries: Iterable[Entry | None]) -> N
         if before is not None:  # the leader's consumption was reset, so it was given something else under this number
             own.ledger.close(before)
         copy = own.ledger.write(entry.key, entry.indexes, entry.consumes, entry.padding, entry.dp_size)
-        copy.batch_size = entry.batch_size
+        copy.batch_size, copy.cut = entry.batch_size, entry.cut
         rows, found = partition.table.find(entry.consumes)
         copy.owned = int(np.count_nonzero(own.give(rows[found], copy.number)))

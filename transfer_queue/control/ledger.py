@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -29,7 +29,7 @@ class Entry:
     they were given.
 
     ``dp_size``: of the round that it is a share of; None if its rank drew alone. ``batch_size``: of the fetch that drew
-    it, 0 for whole groups; None in older checkpoints.
+    it, 0 for whole groups; None in older checkpoints. ``cut``: rows of each micro-batch, if the sampler says so.
     """
 
     key: BatchKey
@@ -41,6 +41,7 @@ class Entry:
     dp_size: int | None = None
     owned: int = 0
     batch_size: int | None = None
+    cut: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -307,7 +308,8 @@ class Ledger:
             if self.get(key) is not None or batch.number in self._by_number or not self.holds(key):
                 raise ValueError(f"batch {key} is there twice, or was never drawn")
             entry = Entry(
-                key, batch.number, indexes, consumes, batch.token, padding, batch.dp_size, batch.owned, batch.batch_size
+                key, batch.number, indexes, consumes, batch.token, padding, batch.dp_size, batch.owned,
+                batch.batch_size, batch.cut,
             )  # fmt: skip
             self._add(entry)
 
@@ -346,6 +348,7 @@ def save_entry(entry: Entry, token: str, owned: int) -> SavedBatch:
         entry.key[0], entry.key[1], entry.number, pack_indexes(entry.indexes), token, owned,
         None if entry.consumes is entry.indexes else pack_indexes(entry.consumes),
         None if entry.padding is None else entry.padding.tobytes(), entry.dp_size, entry.batch_size,
+        list(entry.cut),
     )  # fmt: skip
 
 

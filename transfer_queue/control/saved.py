@@ -41,6 +41,7 @@ class SavedBatch(msgspec.Struct):
     padding: bytes | None = None
     dp_size: int | None = None
     batch_size: int | None = None
+    cut: list[int] = []
 
 
 class SavedRank(msgspec.Struct):

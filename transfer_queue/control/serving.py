@@ -366,7 +366,10 @@ class ServedFetch:
             if self.adds:
                 self.consumer.hand(self.client, np.intersect1d(fresh, shares[0].rows), self.adds)
             return self._batch(shares[0].indexes, shares[0].rows, padding=shares[0].padding)
+        cuts = draw.cut(shares)
         entries = [self._write(rank, draw.batch_index, share) for rank, share in zip(draw.ranks, shares, strict=False)]
+        for entry, cut in zip(entries, cuts, strict=False):
+            entry.cut = cut
         if self._groups is not None:  # before their rows leave the ready set, which would make them closed once more
             drawn = [(*entry.key, share.rows) for entry, share in zip(entries, shares, strict=True)]
             group_work.drew(self._state, self.partition, self._fetch.task, drawn)
@@ -451,6 +454,8 @@ class ServedFetch:
         batch = self._batch(left.indexes, left.rows, entry.token, entry.key[1], padding)
         if left.found is not None:
             batch = msgspec.structs.replace(batch, remains=left.found.astype(np.uint8).tobytes())
+        if entry.cut:
+            batch = msgspec.structs.replace(batch, cut=list(entry.cut))
         if self._dp_size in (None, 1) or self._groups is None or skip:
             return batch
         most = self.consumer.ledger.most_rows(entry.key[1], self._dp_size)

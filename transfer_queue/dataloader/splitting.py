@@ -48,27 +48,35 @@ def chunk_groups(
     """Cut one rank's batch of whole groups into as many micro-batches as that of the rank with the most rows.
 
     Otherwise a rank would wait for ever in its next collective, because groups may have different numbers of rows.
-    Rows of groups that have left are missing from the micro-batches that they were in.
+    What the sampler says of the cut comes first. Rows of groups that have left are missing from their micro-batches.
 
     Args:
         taken: So many of the micro-batches were taken earlier, and aren't given.
     Returns:
         (values, metadata) of each micro-batch that has rows; and their numbers, from 1 on.
     """
-    remains = getattr(meta, "remains", None)  # a user's function may give something else
-    if remains is None and (micro_batch_size is None or not meta.size):
-        return [(td, meta)], [1]
+    remains, cut = getattr(meta, "remains", None), getattr(meta, "cut", [])  # a user's function may give anything
+    if remains is None and not cut and (micro_batch_size is None or not meta.size):
+        return _numbered([(td, meta)], 0), [1]
     remains = [True] * meta.size if remains is None else remains
-    sizes = _sizes_as_drawn(len(remains), meta.most_rows, micro_batch_size)
+    sizes = cut or _sizes_as_drawn(len(remains), meta.most_rows, micro_batch_size)
     left = [sum(remains[rows]) for rows in consecutive(sizes, len(remains))]
     before, left = sum(left[:taken]), left[taken:]
     if meta.most_rows and 0 in left:
         left = _spread(left)
     numbers = [number for number, size in enumerate(left, taken + 1) if size]
     sizes = [size for size in left if size]
-    if before or not sizes:
-        return split(td, meta, [before, *sizes])[1:] if sizes else [], numbers
-    return split(td, meta, sizes), numbers
+    if not sizes:
+        return [], numbers
+    pairs = split(td, meta, [before, *sizes])[1:] if before else split(td, meta, sizes)
+    return _numbered(pairs, taken), numbers
+
+
+def _numbered(pairs: list[Pair], taken: int) -> list[Pair]:
+    for number, (_, meta) in enumerate(pairs, taken + 1):
+        if isinstance(meta, BatchMeta):
+            meta.micro_batch = (number, taken + len(pairs))
+    return pairs
 
 
 def _spread(sizes: list[int]) -> list[int]:

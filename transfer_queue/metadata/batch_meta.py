@@ -69,6 +69,9 @@ class BatchMeta(Annotations):
     heads: list[int] | None  # by row, its group's own row; -1: no group; None: no row has a group
     group_versions: dict[int, int]  # by head, the policy version of its first lease
     most_rows: int  # the most rows that a rank got of the round of whole groups that this is one of; 0: unknown
+    cut: list[int]  # rows of each micro-batch of the batch as it was drawn, if its sampler says so
+    micro_batch: tuple[int, int] | None
+    """Of a stream of groups: the number of this micro-batch of its batch, from 1 on, and how many there are."""
     remains: list[bool] | None  # by row of the batch as it was drawn, whether it is still there; None: all are
     unread: tuple[UnreadBatch, ...]  # the batches of these rows that the queue keeps until they are read
     __slots__ = tuple(__annotations__)
@@ -117,7 +120,7 @@ class BatchMeta(Annotations):
         self.token = token
         self.batch_index = batch_index
         self.heads, self.group_versions, self.most_rows = None, {}, 0
-        self.remains = None
+        self.cut, self.micro_batch, self.remains = [], None, None
         self.unread = ()
         self.mark_custom_meta_clean()
 
@@ -284,7 +287,7 @@ class BatchMeta(Annotations):
         part.field_schema = take_rows(self.field_schema, positions)
         part.extra_info = dict(self.extra_info)
         part.heads = None if self.heads is None else pick(self.heads, positions)
-        part.most_rows, part.remains = 0, None
+        part.most_rows, part.cut, part.remains = 0, [], None
         return part
 
     def _set_rows(self, rows: Mapping[str, list[Any]]) -> None:
@@ -393,8 +396,9 @@ class BatchMeta(Annotations):
 
 _OF_ROWS = ("global_indexes", "partition_ids", "custom_meta", "_custom_backend_meta", "_padding", "_tags_as_made")
 _ATTRIBUTES = (*Annotations.__slots__, *BatchMeta.__slots__)
-# Not the snapshot of the tags and the unread batches: they say how the batch came about, not what it is.
-_COMPARED = tuple(name for name in _ATTRIBUTES if name not in ("_tags_as_made", "most_rows", "remains", "unread"))
+# They say how the batch came about, not what it is.
+_HOW_IT_CAME = ("_tags_as_made", "most_rows", "cut", "micro_batch", "remains", "unread")
+_COMPARED = tuple(name for name in _ATTRIBUTES if name not in _HOW_IT_CAME)
 
 
 def _only(values: set[Any]) -> Any:

@@ -60,7 +60,8 @@ class Batch(Reply, frozen=True):
     ``versions``: by head, the policy version of its first lease. ``most_rows``: of a rank's batch in a round of groups.
     ``more``: this is a page of a Describe, and not the last one. ``partial``, of samples that were named by their keys:
     fields that some of them have and others lack. ``remains``: by row of the batch as it was drawn, whether it is still
-    there (uint8); None: all are. ``committing``: see ``Published``.
+    there (uint8); None: all are. ``committing``: see ``Published``. ``cut``: rows of each micro-batch of the batch
+    as it was drawn, if the sampler says so.
     """
 
     partition: str
@@ -79,6 +80,7 @@ class Batch(Reply, frozen=True):
     most_rows: int = 0
     remains: bytes | None = None
     committing: list[WriteName] = []
+    cut: list[int] = []
 
     @property
     def lies_in_front(self) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from typing import Any, Literal, Protocol
 
 from transfer_queue.errors import SamplerError
@@ -61,6 +61,8 @@ class GroupSampler(RoundSampler):
             gets too old; or "drop" them, and their leases.
         gate: A filter over the rows' tags, such as ``"std(reward) > 0"``. Groups that don't match are rejected.
         balance: Tag with the length of a row. Ranks then get groups of about the same length in all.
+        micro_batch_tokens: Most that the lengths of a micro-batch's rows add up to; a longer row is one of its own. All
+            ranks cut their shares into equally many. It needs ``balance``. None: ``micro_batch_size`` says how to cut.
         dp_size: Data-parallel ranks, which must divide ``groups``. None: as the task was registered.
     Raises:
         SamplerError: an impossible value; it is a ValueError.
@@ -80,11 +82,12 @@ class GroupSampler(RoundSampler):
         gate: str | None = None,
         balance: str | None = None,
         dp_size: int | None = None,
+        micro_batch_tokens: int | None = None,
     ) -> None:
         super().__init__()
         for name, number, least in (
             ("groups", groups, 1), ("ahead", ahead, 0), ("window", window, 1), ("max_staleness", max_staleness, 0),
-            ("dp_size", dp_size, 1),
+            ("dp_size", dp_size, 1), ("micro_batch_tokens", micro_batch_tokens, 1),
         ):  # fmt: skip
             if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < least):
                 raise SamplerError(f"{name} must be a whole number of at least {least}, got {number!r}.")
@@ -98,13 +101,15 @@ class GroupSampler(RoundSampler):
                 f"order must be one of {', '.join(ORDERS)}, and stale one of {', '.join(STALE)}; got {order!r} and "
                 f"{stale!r}."
             )
+        if micro_batch_tokens is not None and balance is None:
+            raise SamplerError("micro_batch_tokens needs balance, the tag that says how long a row is.")
         if stale != "train" and max_staleness is None:
             raise SamplerError(f"stale={stale!r} needs max_staleness, which says what is too old.")
         if window is not None and window < groups:
             raise SamplerError(f"window must be at least groups ({groups}), got {window}: a draw takes as many.")
         self.groups, self.ahead, self.oversample, self.order, self.window = groups, ahead, oversample, order, window
         self.max_staleness, self.stale, self.gate, self.balance = max_staleness, stale, gate, balance
-        self.dp_size = dp_size
+        self.dp_size, self.micro_batch_tokens = dp_size, micro_batch_tokens
 
     @property
     def bound(self) -> int | None:
@@ -204,6 +209,22 @@ class GroupSampler(RoundSampler):
         steps_left = sorted(version + spare for version in others if version is not None)
         return all(number < left * self.groups for number, left in enumerate(steps_left))
 
+    # ---- micro-batches ----
+
+    def cut(self, shares: Sequence[list[int]], partition: Any) -> list[list[int]]:
+        """By rank, the rows of each of its micro-batches: equally many for all. Only with ``micro_batch_tokens``."""
+        most = self.micro_batch_tokens or math.inf
+        lengths = [sample_weights(share, self.balance or "", partition) for share in shares]
+        parts = [_within(own, most) for own in lengths]
+        count, rows = max(map(len, parts)), min(map(len, shares))
+        if rows < count:
+            raise SamplerError(
+                f"a rank got {rows} rows of a round that another one cuts into {count} micro-batches of up to {most:,} "
+                f"tokens. Ranks must make equally many steps: raise micro_batch_tokens, or groups."
+            )
+        bounds = [_refined(own, count, starts) for own, starts in zip(lengths, parts, strict=True)]
+        return [[stop - start for start, stop in pairwise(own)] for own in bounds]
+
     # ---- which rank ----
 
     def _dealt(self, wanted: Round, pick: Callable[[DrawableGroups], list[GroupView]]) -> list[list[int]]:
@@ -216,6 +237,28 @@ class GroupSampler(RoundSampler):
             lengths = [sum(sample_weights(own, self.balance, wanted.partition)) for own in members]
             parts = karmarkar_karp(lengths, num_ranks, equal_size=not len(chosen) % num_ranks)
         return [[index for at in part for index in members[at]] for part in parts if part]
+
+
+def _within(lengths: Sequence[float], most: float) -> list[int]:
+    """Where micro-batches of consecutive rows begin, if each takes as many rows as fit."""
+    starts, tokens = [0], 0.0
+    for row, length in enumerate(lengths):
+        if tokens + length > most and row > starts[-1]:
+            starts.append(row)
+            tokens = 0.0
+        tokens += length
+    return starts
+
+
+def _refined(lengths: Sequence[float], count: int, starts: Sequence[int]) -> list[int]:
+    """The bounds of so many micro-batches: the longest ones that can be halved are."""
+    sums, bounds = list(accumulate(lengths, initial=0.0)), [*starts, len(lengths)]
+    while len(bounds) <= count:
+        wide = [(start, stop) for start, stop in pairwise(bounds) if stop - start > 1]
+        start, stop = max(wide, key=lambda part: sums[part[1]] - sums[part[0]])
+        half = min(range(start + 1, stop), key=lambda at: abs(sums[start] + sums[stop] - 2 * sums[at]))
+        bounds.insert(bounds.index(stop), half)
+    return bounds
 
 
 def _oldest(group: GroupView) -> tuple[int, int]:
