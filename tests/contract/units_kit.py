@@ -186,15 +186,24 @@ def held(manager: SharedMemoryManager) -> list[tuple[int, int]]:
     return [(unit.values, unit.parked) for unit in until(manager, is_idle)]
 
 
+async def async_put_key(client: TransferQueueClient, number: int, name: str = "k") -> None:
+    """Put this number as the key's value and as its tag "v"."""
+    rows = await kv.rows_of(kv.one_row({"x": torch.full((PAGE // 8,), number)}), None)
+    await kv.batch_put(client, [name], "p", rows, [{"v": number}])
+
+
+async def async_key(client: TransferQueueClient, name: str = "k") -> tuple[int, int]:
+    """(its value, its tag)."""
+    values = await kv.batch_get(client, name, "p", "x")
+    return int(values["x"][0][0]), (await client.async_kv_list("p"))["p"][name]["v"]
+
+
 def put_key(client: TransferQueueClient, number: int) -> None:
-    rows = run_blocking(kv.rows_of(kv.one_row({"x": torch.full((PAGE // 8,), number)}), None))
-    run_blocking(kv.batch_put(client, ["k"], "p", rows, [{"v": number}]))
+    run_blocking(async_put_key(client, number))
 
 
 def key(client: TransferQueueClient) -> tuple[int, int]:
-    """(its value, its tag)."""
-    values = run_blocking(kv.batch_get(client, "k", "p", "x"))
-    return int(values["x"][0][0]), client.kv_list("p")["p"]["k"]["v"]
+    return run_blocking(async_key(client))
 
 
 @contextmanager

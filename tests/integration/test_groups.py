@@ -534,6 +534,11 @@ def test_a_gate_over_a_tag_that_is_no_number_rejects_with_the_reason(client, nam
     assert client.get_meta(["answer"], 1, name, task_name=actor).size == 1
 
 
+def test_groups_that_ranks_can_not_share_evenly_are_refused_when_the_task_is_registered(client, actor):
+    with pytest.raises(tq.errors.SamplerError, match=r"groups \(4, .* must be a multiple of dp_size \(3\)"):
+        client.register_task(actor, tq.GroupSampler(groups=4), dp_size=3)
+
+
 def test_two_tasks_with_budgets_that_contradict_each_other_are_refused(client, name):
     small, large = f"small-{name}", f"large-{name}"
     client.register_task(small, tq.GroupSampler(groups=1, ahead=0))

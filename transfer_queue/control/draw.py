@@ -105,11 +105,11 @@ class Tasks:
         if request.sampler is not None and request.sampler != task.spec:
             with foreign(f"the sampler of task {request.task!r}"):
                 task = replace(task, sampler=resolve(request.sampler, self._allowed_modules), spec=request.sampler)
-        tail = request.tail or task.tail
+        tail, dp_size = request.tail or task.tail, request.dp_size or task.dp_size
         if isinstance(task.sampler, GroupSampler):
             task.sampler.check_tail(tail)
-        dp_size, follows = request.dp_size or task.dp_size, request.follows or task.follows
-        self.by_name[request.task] = replace(task, dp_size=dp_size, tail=tail, follows=follows)
+            task.sampler.check(0, dp_size)
+        self.by_name[request.task] = replace(task, dp_size=dp_size, tail=tail, follows=request.follows or task.follows)
 
     def is_follower(self, name: str) -> bool:
         """Whether it draws nothing, and is given what another task is given."""
