@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import errno
 import os
@@ -12,6 +13,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
 
 from lightning_tq.checks import did_you_mean
 from transfer_queue.errors import TransferQueueError
@@ -113,13 +117,34 @@ def _problem_of_a_trainer(args: Sequence[str]) -> str:
     """What is wrong with these words, as far as that shows before its parser is built. ``args``: with the command."""
     if len(args) == 1:
         return f"the run to {args[0]} is missing: --config FILE"
+    for option, path in pairwise([*args, ""]):
+        name, _, own = option.partition("=")
+        file = Path(own or path)
+        if name in ("-c", "--config") and file.suffix in (".yaml", ".yml") and not file.exists():
+            return f"config: there is no file {str(file)!r}"
     for word in args:
         option = word.split("=")[0].split(".")[0]
         if option.startswith("--") and option[2:] not in OPTIONS_OF_A_TRAINER:
             near = did_you_mean(option, [f"--{known}" for known in OPTIONS_OF_A_TRAINER], "", 0.75)
             if near:  # otherwise it may be one of another version of Lightning: its parser knows
                 return f"unknown option {option!r}{near}"
+    given = {word.split("=")[0].split(".")[1].rstrip("+") for word in args if word.startswith("--trainer.")}
+    for name in sorted(given.difference(_options_of_trainer()) if given else ()):
+        near = did_you_mean(f"--trainer.{name}", [f"--trainer.{known}" for known in _options_of_trainer()], "", 0.85)
+        if near:
+            return f"unknown option '--trainer.{name}'{near}"
     return ""
+
+
+def _options_of_trainer() -> list[str]:
+    """The arguments of Lightning's Trainer, from its source: an import takes seconds. Empty if that can't be read."""
+    with contextlib.suppress(ImportError, OSError, SyntaxError, StopIteration, AttributeError, TypeError):
+        found = find_spec("lightning")
+        source = Path(found.submodule_search_locations[0], "pytorch/trainer/trainer.py").read_text()  # type: ignore[union-attr, index]
+        classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "Trainer")
+        own = next(each for each in next(classes).body if getattr(each, "name", "") == "__init__")
+        return [each.arg for each in own.args.kwonlyargs]  # type: ignore[attr-defined]
+    return []
 
 
 def _without_output(error: OSError) -> int:
