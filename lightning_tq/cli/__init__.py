@@ -119,9 +119,10 @@ def _problem_of_a_trainer(args: Sequence[str]) -> str:
         return f"the run to {args[0]} is missing: --config FILE"
     for option, path in pairwise([*args, ""]):
         name, _, own = option.partition("=")
-        file = Path(own or path)
-        if name in ("-c", "--config") and file.suffix in (".yaml", ".yml") and not file.exists():
-            return f"config: there is no file {str(file)!r}"
+        file = own or path
+        is_named = name in ("-c", "--config") and file.endswith((".yaml", ".yml")) and "://" not in file
+        if is_named and not Path(file).exists():
+            return f"config: there is no file {file!r}"
     for word in args:
         option = word.split("=")[0].split(".")[0]
         if option.startswith("--") and option[2:] not in OPTIONS_OF_A_TRAINER:

@@ -67,8 +67,9 @@ class _Directory:
             (task,) = own.consumers.values()
             most = task.ledger.most_rows(entry.key[1], entry.dp_size or 1)
             padding = None if entry.padding is None else entry.padding.tobytes()
-            batch = replace(batch, token=entry.token, batch_index=entry.key[1], padding=padding, most_rows=most)
-            batch = replace(batch, cut=list(entry.cut))
+            batch = replace(
+                batch, token=entry.token, batch_index=entry.key[1], padding=padding, most_rows=most, cut=list(entry.cut)
+            )
         return to_meta(batch)
 
     def values(self, meta: BatchMeta, layout: str, allow_pickle: bool) -> TensorDict:
