@@ -53,7 +53,7 @@ def _load(groups: Groups, index: int, terms: Terms, tags: Tags) -> None:
     state, reasons = tags["group.state"], list(tags.get("group.reason", ()))
     if state in LEFT:
         groups.counts[state] += 1
-        groups.count_rejected(state, reasons[-1] if reasons else "")
+        groups.count_left(state, reasons[-1] if reasons else "")
         return
     group = Group(index, terms, seq, tags.get("group.version"))
     group.attempts, group.worker_attempts, group.passed = attempts, worker_attempts, bool(passed)

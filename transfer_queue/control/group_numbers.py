@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from transfer_queue.control.gate import parse_gate
-from transfer_queue.control.group_record import CLOSED
+from transfer_queue.control.group_record import CLOSED, REJECTED
 from transfer_queue.control.groups import Groups
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.state import PlaneState
@@ -19,9 +19,10 @@ def group_numbers(state: PlaneState, partition: Partition, now: float) -> dict[s
     """Empty if the partition has no groups.
 
     ``added``: those that ever were. ``states``: how many are in each. ``oldest``: of the leases here, the one that was
-    granted first. ``rejected``: by gate, or reason. ``slots``: by task that trains them, how many it has,
-    uses, and uses for groups that are here, and which options of its sampler bound them; its ``gate``, the tags of that
-    gate that some rows of closed groups lack (``untagged``), and other tags that they have (``tagged``).
+    granted first. ``rejected``: by gate, or reason. ``left``: by state and reason. ``slots``: by task that trains them,
+    how many it has, uses, and uses for groups that are here, and which options of its sampler bound them; its ``gate``,
+    the tags of that gate that some rows of closed groups lack (``untagged``), and other tags that they have
+    (``tagged``).
     """
     groups, leases = partition.groups, state.leases
     if groups is None:
@@ -46,7 +47,8 @@ def group_numbers(state: PlaneState, partition: Partition, now: float) -> dict[s
     }  # fmt: skip
     return {
         "added": partition.num_heads, "states": groups.numbers(), "oldest": oldest,
-        "rejected": dict(groups.rejected), "slots": slots,
+        "rejected": dict(groups.why_left[REJECTED]), "slots": slots,
+        "left": {left: dict(reasons) for left, reasons in groups.why_left.items() if reasons},
     }  # fmt: skip
 
 

@@ -23,7 +23,6 @@ from transfer_queue.control.group_record import (
     LEFT,
     LONGEST_REASON,
     MOST_REASONS,
-    REJECTED,
     RESERVED,
     UNDER_WORK,
     WAITING,
@@ -83,8 +82,8 @@ class Groups:
         """Groups by state, without those that wait for their first lease; of those that left, all that ever did."""
         self.arrivals = itertools.count()
         """Places in the order in which groups became ready."""
-        self.rejected: Counter[str] = Counter()
-        """By gate, or other reason, how many were."""
+        self.why_left: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        """By state, and by gate or other reason, how many have left."""
         self.member_fields: set[str] = set()
         """Fields that members were put with. Who leases a group is about to put them."""
         self.overtaking: defaultdict[str, list[int]] = defaultdict(list)
@@ -272,17 +271,18 @@ class Groups:
         reason = reason[:LONGEST_REASON]
         if into in LEFT and group.reasons[-1:] != [reason]:  # the last attempt may have said so
             group.note(reason)
-        self.count_rejected(into, reason)
+        self.count_left(into, reason)
         group.left, group.passed = into, False
         self.update(group)
         self.offer([group])
         for table in (self.live, self.unfinished, self.touched, *([self.unwritten] if into == GONE else [])):
             table.pop(group.index, None)
 
-    def count_rejected(self, state: str, reason: str) -> None:
-        """A group has left, maybe because a gate or somebody rejected it."""
-        if state == REJECTED:
-            self.rejected[reason if reason in self.rejected or len(self.rejected) < MOST_REASONS else "others"] += 1
+    def count_left(self, state: str, reason: str) -> None:
+        """A group is in this state now, maybe because it has left."""
+        if state in LEFT:
+            known = self.why_left[state]
+            known[reason if reason in known or len(known) < MOST_REASONS else "others"] += 1
 
     # ---- members ----
 

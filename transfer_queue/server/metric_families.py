@@ -176,6 +176,10 @@ def _groups(page: _Page, partitions: Mapping[str, Numbers]) -> None:
         for state, count in own["states"].items():
             text = "Groups in this state; of those that left, all that did."
             page.gauge("tq_groups", text, count, partition_id=name, state=state)
+        for state, reasons in own["left"].items():
+            for reason, count in reasons.items():
+                text = "Groups that have left, by state and reason."
+                page.gauge("tq_groups_left", text, count, partition_id=name, state=state, reason=reason)
         oldest = None if own["oldest"] is None else own["oldest"]["age_s"]
         page.gauge("tq_group_oldest_lease_seconds", "Age of the oldest lease.", oldest, partition_id=name)
         slots |= own["slots"]

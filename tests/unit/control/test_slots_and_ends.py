@@ -186,6 +186,27 @@ def test_two_servers_that_restore_the_same_state_give_out_different_tokens(serve
     assert len(acks) == 2
 
 
+def test_groups_that_have_left_are_counted_by_state_and_reason_also_after_a_restore():
+    queue = Queue()
+    queue.register("actor", GroupSampler(groups=1, ahead=20))
+    queue.add(14, ["actor"], attempts=1, deadline_s=5.0)
+    for number in range(11):
+        (lease,) = queue.lease()
+        queue.end(lease, "release", f"cause {number // 2}" if number < 4 else f"other cause {number}", blame="sample")
+    (lease,) = queue.lease()
+    queue.end(lease, "reject", "no use")
+    queue.lease(count=2)
+    queue.pass_time(6.0)
+    expected = {
+        "failed": {"cause 0": 2, "cause 1": 2, **{f"other cause {n}": 1 for n in range(4, 10)}, "others": 1},
+        "rejected": {"no use": 1}, "expired": {"0 of 1 parts were closed in 5 s": 2},
+    }  # fmt: skip
+    for _ in range(2):
+        groups = queue.ask(TRAINER, p.GetStats).value["partitions"][PART]["groups"]
+        assert (groups["left"], groups["rejected"]) == (expected, {"no use": 1})
+        load(queue.plane, save(queue.plane))
+
+
 def test_what_has_left_takes_no_memory_until_its_deadline():
     queue = Queue()
     queue.register("actor", GroupSampler(groups=1, ahead=9))

@@ -172,6 +172,7 @@ def test_groups_are_counted_by_state_with_their_slots() -> None:
     slots = {"g": {"used": 1, "budget": 4, "per_step": 2}}
     oldest = {"worker": "w", "key": "q0", "age_s": 7.0}
     groups = {"added": 3, "states": {"waiting": 2, "running": 1}, "oldest": oldest, "rejected": {}, "slots": slots}
+    groups["left"] = {"failed": {"out of memory": 2}}
     scraped = Scraped()
     scraped.put()
     stats = scraped.reader.one(p.GetStats(scraped.reader.number())).value
@@ -185,6 +186,7 @@ def test_groups_are_counted_by_state_with_their_slots() -> None:
     }  # fmt: skip
     assert found == {
         ("tq_groups", name, "waiting"): 2, ("tq_groups", name, "running"): 1,
+        ("tq_groups_left", "failed", "out of memory", name): 2,
         ("tq_group_oldest_lease_seconds", name): 7,
         ("tq_group_slots_used", "g"): 1, ("tq_group_slots_budget", "g"): 4,
     }  # fmt: skip
