@@ -88,9 +88,11 @@ def test_a_command_whose_output_is_closed_ends_without_a_traceback(tmp_path: Pat
 def test_ctrl_c_that_an_import_swallows_ends_a_fit(tmp_path: Path) -> None:
     swallows = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
     (tmp_path / "torch.py").write_text(swallows)
-    command = [sys.executable, "-m", "lightning_tq", "fit", "--config", "run.yaml"]
+    command = [sys.executable, "-m", "lightning_tq", "fit", "--config", "configs/debug.yaml"]
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
     assert (ended.returncode, ended.stderr) == (130, "")
 
 
