@@ -130,8 +130,9 @@ def _problem_of_a_trainer(args: Sequence[str]) -> str:
             if near:  # otherwise it may be one of another version of Lightning: its parser knows
                 return f"unknown option {option!r}{near}"
     given = {word.split("=")[0].split(".")[1].rstrip("+") for word in args if word.startswith("--trainer.")}
-    for name in sorted(given.difference(_options_of_trainer()) if given else ()):
-        near = did_you_mean(f"--trainer.{name}", [f"--trainer.{known}" for known in _options_of_trainer()], "", 0.85)
+    known = _options_of_trainer() if given else []
+    for name in sorted(given.difference(known)):
+        near = did_you_mean(f"--trainer.{name}", [f"--trainer.{each}" for each in known], "", 0.85)
         if near:
             return f"unknown option '--trainer.{name}'{near}"
     return ""

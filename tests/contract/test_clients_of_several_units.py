@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.contract.storage_kit import until
-from tests.contract.units_kit import PAGE, ROOM, SmallQueue, freezing, held, key, pages, put_key
+from tests.contract.units_kit import PAGE, ROOM, SmallQueue, freezing, held, key, pages, put_key, take
 from transfer_queue import TransferQueueClient
 from transfer_queue.errors import BatchTimeoutError, QueueUnreachableError, UnitLostError
 
@@ -101,7 +101,7 @@ def numbered(meta: Any, number: int) -> dict[str, torch.Tensor]:
     return {"x": torch.full((meta.size, PAGE // 8), number, dtype=torch.int64)}
 
 
-@pytest.mark.parametrize("by", ["get_data", "fetch"])
+@pytest.mark.parametrize("by", ["get_data", "fetch", "stream"])
 def test_a_value_that_comes_back_to_a_unit_is_never_older_there_than_the_last_put(queue, monkeypatch, by):
     client, other = queue.start(ROOM, ROOM).client(), queue.client()
     meta = client.put(pages(4), partition_id="p")
@@ -111,6 +111,8 @@ def test_a_value_that_comes_back_to_a_unit_is_never_older_there_than_the_last_pu
         """Of the last sample."""
         if by == "get_data":
             return int(column(other, meta)[3, 0])
+        if by == "stream":
+            return int(take(other, 4, f"t{next(tasks)}")[3, 0])
         return int(column(other, other.get_meta(["x"], 4, "p", task_name=f"t{next(tasks)}"))[3, 0])
 
     holding_up(client, monkeypatch, lambda: seen.append((number, version())))

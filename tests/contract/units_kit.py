@@ -19,6 +19,7 @@ from tests.local_plane import LocalPlane
 from transfer_queue import TransferQueueClient
 from transfer_queue import protocol as p
 from transfer_queue.client import kv
+from transfer_queue.client.get import fetch_request
 from transfer_queue.server.front import Front
 from transfer_queue.server.janitor import Janitor
 from transfer_queue.storage.backends import StorageManagerFactory
@@ -204,6 +205,12 @@ def put_key(client: TransferQueueClient, number: int) -> None:
 
 def key(client: TransferQueueClient) -> tuple[int, int]:
     return run_blocking(async_key(client))
+
+
+def take(client: TransferQueueClient, count: int, task: str) -> torch.Tensor:
+    """The values of the task's next batch, as a stream takes them."""
+    fetched = client.fetch_batch(fetch_request(["x"], count, "p", task, None, wait_s=30.0))
+    return torch.stack(list(client.take(fetched)["x"].unbind()))
 
 
 @contextmanager

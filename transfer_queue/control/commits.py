@@ -11,8 +11,8 @@ from transfer_queue.protocol import Indexes, WriteName
 class Commits(dict[WriteName, Indexes]):
     """Of one partition: the samples of each write.
 
-    Units must commit writes to the same samples in this order, whoever sends them there: the writer, a later writer, a
-    reader, a save, or the janitor for a client that has ended. So each of them names the writes that come first.
+    Units must commit writes to the same samples in this order. The writer, a later writer, a reader, a save, or the
+    janitor for a client that has ended may send them there. So each of them names the writes that come first.
     """
 
     def first_for(self, samples: Indexes) -> list[WriteName]:

@@ -224,7 +224,8 @@ class StorageUnit:
             raise StorageKeyNotFoundError(
                 "another server has joined this queue, and may hold newer values: use the client's get_data()."
             )
-        self.commit(request.published)
+        if request.published:
+            self.commit(request.published)
         return self._rows_or_wait(call, request)
 
     def read_small(self, call: Call, indexes: bytes, fields: Sequence[str]) -> Rows | None:
