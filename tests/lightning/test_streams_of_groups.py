@@ -220,7 +220,7 @@ def test_statistics_name_the_states_the_oldest_work_and_the_slots_of_groups(data
     groups = client.get_stats()["partitions"]["train"]["groups"]
     oldest = groups.pop("oldest")
     assert groups == {
-        "added": 6, "states": {"waiting": 3, "running": 2, "closed": 1}, "rejected": {},
+        "added": 6, "states": {"waiting": 3, "running": 2, "closed": 1}, "rejected": {}, "left": {},
         "slots": {"learn": {"used": 3, "here": 3, "budget": 4, "per_step": 2, "limits": ["ahead"]}},
     }  # fmt: skip
     assert (oldest["worker"].partition(".")[0], oldest["key"]) == (client.client_id, "q1")
