@@ -149,7 +149,8 @@ class Waits:
         if len(self._deadlines) > 64 + 2 * self.count:
             self._deadlines = [entry for entry in self._deadlines if not entry[2].done]
             heapq.heapify(self._deadlines)
-        if wait.due:
+        wait.late = wait.deadline <= now  # a later step of a call, maybe: its time may be over
+        if wait.due or wait.late:
             wait.due = False
             self.examine(wait)
         if queue.room is not None:

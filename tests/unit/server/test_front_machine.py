@@ -196,17 +196,16 @@ class FrontMachine(RuleBasedStateMachine):
     def finish_steps(self, data: st.DataObject, value: int) -> None:
         key = data.draw(st.sampled_from(sorted(self.started)))
         samples, client = self.started.pop(key), self.clients[key[0]]
-        del self.calls[key]  # a call that a later one has completed is not repeated
         put, frames = client.a_put([value] * len(samples), client.reserve(1), nbytes=self.nbytes)
-        write = client.write(put, samples)
+        write = client.write(put, samples, key[1])  # a step of the call that reserved
         answer = self.send(client, write, frames)
+        del self.calls[key]  # a call that a later one has completed is not repeated
         if answer is None or not is_written(answer.reply):
             self.note(client.cancel(key[1], self.now))
             return
         publish = p.Publish(client.number(), "p", write.indexes, specs(self.nbytes), completes=key[1])
         self.visible.update(dict.fromkeys(samples, value))
         self.send(client, publish)
-        self.send(client, client.commit(write.id))
 
     @rule(number=numbers, count=st.integers(1, 3), wait_s=WAIT_S)
     def fetch(self, number: int, count: int, wait_s: float) -> None:
