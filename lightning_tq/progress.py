@@ -184,6 +184,7 @@ class Progress:
         """Batches of the partition that were trained completely and are not acknowledged yet."""
         self.resumed = False
         """Whether the current iterator started at a checkpoint's position, so that its epoch is shorter."""
+        self._carried: Position | None = None  # the last epoch trained to here, without a step
         self.draws_of_step = 0
         """Batches that ended in the last optimizer step."""
         self.kept = 0
@@ -240,10 +241,11 @@ class Progress:
         self.partition, self.epoch, self.resumed = first.partition_id, first.epoch, self._restored
         self.trained = self.unstepped = self.batches_done = self._draws = 0
         self._delivered.clear()
-        self._trained_to = None
-        position = self.position
+        carried, self._carried, self._trained_to = self._carried, None, None
+        position = carried or self.position
         if replays or position is None or position.partition_id != first.partition_id:
             return first
+        self._trained_to = carried
         if self._restored:
             position.check_sizes(first, self.label, of_an_epoch)
             position.check_partition_exists(existing)
@@ -259,7 +261,7 @@ class Progress:
         Args:
             taken: Micro-batches of that epoch so far. Only Fabric needs it; a Trainer counts them itself.
         """
-        self.position, self._trained_to = position, None
+        self.position, self._trained_to, self._carried = position, None, None
         self._trained.clear()
         self._stepped.clear()  # the next iterator acknowledges those before the position
         self.taken = self._taken_before = taken
@@ -302,6 +304,10 @@ class Progress:
         self._holds_all = False
         trained, self._trained = self._trained, {}
         self._stepped.setdefault(self.saved if self._waits else -1, {}).update(trained)
+
+    def carry(self) -> None:
+        """The epoch has ended, and a step of the next one includes what was trained since the last step."""
+        self._carried, self.unstepped = self._trained_to, 0
 
     def wait_for_checkpoints(self) -> None:
         """From now on a batch waits for a checkpoint, except with ``ack="step"``."""

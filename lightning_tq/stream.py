@@ -229,6 +229,11 @@ class Stream:
         return isinstance(self.sampler, GroupSampler) and self.sampler.micro_batch_tokens is not None
 
     @property
+    def cuts_draws(self) -> bool:
+        """Whether several micro-batches may be one draw of groups."""
+        return self.groups is not None and (self.micro_batch_size is not None or self.cuts_by_tokens)
+
+    @property
     def bounds_staleness(self) -> bool:
         """Whether no group may be trained that is older than the sampler's ``max_staleness``."""
         return isinstance(self.sampler, GroupSampler) and self.sampler.bound is not None

@@ -219,7 +219,9 @@ def check_checkpoints(trainer: Trainer, train: Stream, dp_size: int, samples: in
         samples: How many the queue holds at most; None: any number.
     """
     rows = (train.micro_batch_size or train.batch_size or 0) * dp_size
-    rows, least = (rows, "") if train.groups is None else (2 * train.groups, "at least ")  # each a head and a row
+    if train.groups is not None:
+        rows = 0 if train.cuts_draws else 2 * train.groups  # each a head and a row
+    least = "" if train.groups is None else "at least "
     distance = batches_between_checkpoints(trainer, train)
     if not train.acks_free_room or samples is None or distance is None or not rows:
         return
@@ -284,7 +286,7 @@ def check_slots(trainer: Trainer, train: Stream, every_n_steps: int) -> None:
     sampler, ahead = train.sampler, fetches_ahead(trainer, train)
     if not isinstance(sampler, GroupSampler):
         return
-    accumulated, is_cut = trainer.accumulate_grad_batches, train.micro_batch_size is not None or train.cuts_by_tokens
+    accumulated, is_cut = trainer.accumulate_grad_batches, train.cuts_draws
     batches = ahead + (1 if is_cut else accumulated)
     remedy = "set Stream(num_batches=...), the batches per epoch, or " if ahead else ""
     if sampler.budget < batches * sampler.groups:
@@ -298,10 +300,11 @@ def check_slots(trainer: Trainer, train: Stream, every_n_steps: int) -> None:
         return
     if is_cut == (accumulated == 1) and trainer.lightning_module.automatic_optimization:
         why = "each micro-batch of a draw is a step" if is_cut else f"{accumulated} draws are one step"
+        whole = "by manual optimization, once per draw" if train.cuts_by_tokens else (
+            "with Stream(micro_batch_size=...) and as many accumulate_grad_batches")  # fmt: skip
         raise InvalidRequestError(
             f"the GroupSampler of stream 'train' bounds staleness (stale={sampler.stale!r}) where each draw is one "
-            f"optimizer step, but here {why}. Accumulate the micro-batches of one draw, with "
-            f"Stream(micro_batch_size=...) and as many accumulate_grad_batches, or set stale='train'."
+            f"optimizer step, but here {why}. Accumulate the micro-batches of one draw, {whole}, or set stale='train'."
         )
     if sampler.stale == "drop" and bound < ahead:
         raise InvalidRequestError(

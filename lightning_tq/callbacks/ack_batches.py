@@ -66,7 +66,10 @@ class AckBatches(Callback):
             return  # training stops within the epoch
         self._unstepped = 0
         for reader in _trained(trainer):
-            reader.progress.step()
+            if pl_module.automatic_optimization or not _goes_on(run_of(trainer), reader, 0):
+                reader.progress.step()
+            else:
+                reader.progress.carry()  # until the model steps
             reader.tell_trained()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -100,8 +103,13 @@ def _trained(trainer: Trainer) -> list[StreamReader]:
 
 def _ends_with_draw(trainer: Trainer, run: Run, reader: StreamReader) -> bool:
     """Whether this is the epoch's last batch, and the next epoch does not go on with what is left of its draw."""
-    is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-    return is_last and (run.training_ends(1) or run.partition_of(reader, 1) != reader.progress.partition)
+    return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and not _goes_on(run, reader, 1)
+
+
+def _goes_on(run: Run, reader: StreamReader, epochs_ahead: int) -> bool:
+    """Whether the next epoch goes on in this partition. ``epochs_ahead``: 0 once the run counts this one as done."""
+    ends = run.training_ends(epochs_ahead)
+    return not ends and run.partition_of(reader, epochs_ahead) == reader.progress.partition
 
 
 def _ack_due(trainer: Trainer) -> None:

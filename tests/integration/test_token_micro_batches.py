@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import transfer_queue as tq
-from transfer_queue.errors import SamplerError
+from transfer_queue.errors import InvalidRequestError, SamplerError
 
 MOST = 100
 Cut = list[list[tuple[int, int]]]
@@ -131,6 +131,47 @@ def cut_of_first_batch(cut: Cut) -> Cut:
         rows += len(part)
         found.append(part)
     return found
+
+
+def test_a_rank_that_resumes_within_a_batch_from_which_a_group_had_left_gets_each_row_once(client, name, add):
+    registered(client, name, groups=4)
+    client.register_task(f"judge-{name}", tq.GroupSampler(groups=1, ahead=9))
+    for number in range(4):
+        client.add_groups({"prompt": torch.zeros(1)}, name, tasks=[f"actor-{name}", f"judge-{name}"])
+        rows = torch.arange(4) + 35 + 4 * number
+        client.lease(name)[0].close({"answer": rows}, tags=[{"tokens": int(row)} for row in rows])
+    client.seal_partition(name)
+    with ExitStack() as stack:
+        of_other = taken(iter(stream(stack, name, 0, dp_size=2)), 99)  # which draws the round of both
+        judged = [client.get_meta(["answer"], None, name, task_name=f"judge-{name}") for _ in range(4)]
+        seen = {sample for part in of_other for sample, _ in part}
+        client.reject(next(meta for meta in judged if meta.global_indexes[0] not in seen), "no use")
+        whole = taken(iter(stream(stack, name, 1, dp_size=2)), 99)
+        assert len(whole) == len(of_other) == 4
+        for count in range(1, 4):
+            first, second = stream(stack, name, 1, dp_size=2), stream(stack, name, 1, dp_size=2)
+            before, state = taken(iter(first), count), first.state_dict()
+            second.load_state_dict(state)
+            assert before + taken(iter(second), 99) == whole
+
+
+def test_readers_of_one_rank_make_as_many_steps_although_a_group_leaves_in_between(client, name, add):
+    registered(client, name, groups=2)
+    add(50, 50, 50, 50), add(50)
+    with ExitStack() as stack:
+        before = list(islice(stream(stack, name, 0), 3))
+        client.reject(before[-1][1], "no use")
+        after = list(islice(stream(stack, name, 0), 3))
+    assert [[meta.micro_batch for _, meta in items] for items in (before, after)] == [[(1, 3), (2, 3), (3, 3)]] * 2
+    assert [meta.size for _, meta in after] == [2, 1, 1]
+
+
+def test_rows_and_tokens_of_a_micro_batch_are_not_both_given(client, name, add):
+    registered(client, name, groups=1)
+    add(50, 50)
+    made = tq.StreamingDataset(None, None, 1, ["answer"], name, f"actor-{name}", 0)
+    with closing(made), pytest.raises(InvalidRequestError, match="Leave micro_batch_size out"):
+        next(iter(made))
 
 
 def test_a_rank_with_too_few_rows_for_the_micro_batches_of_another_is_an_error_that_says_what_to_do(client, name, add):

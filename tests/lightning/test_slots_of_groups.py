@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 from grouping import FIELDS, Make, MakeTrainer, Steps, add, groups_of, members, worker
 from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 import transfer_queue as tq
 from lightning_tq import (
     FabricLoader,
     PublishWeights,
+    TQCheckpoint,
     TQDataModule,
     wait_hints,
 )
@@ -233,6 +236,57 @@ def test_micro_batches_by_tokens_are_one_step_per_draw_with_manual_optimization(
         fit.fit(model, datamodule=dm)
     assert (model.counts, fit.global_step) == ([(1, 2), (2, 2)] * 3, 3)
     assert [len(groups) for groups in model.groups] == [3, 1, 3, 1, 3, 3]
+
+
+class RowsOfSteps(StepPerDraw):
+    """Notes the rows of each optimizer step. ``last``: the most batches that it trains."""
+
+    def __init__(self, last: int = 1000) -> None:
+        super().__init__()
+        self.last, self.rows, self.steps = last, list[int](), list[list[int]]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        if len(self.counts) == self.last:
+            raise ValueError("it fails here")
+        super().training_step(batch, batch_idx)
+        self.rows += batch.data["x"][:, 0].int().tolist()
+        if self.counts[-1][0] == self.counts[-1][1]:
+            self.steps, self.rows = [*self.steps, self.rows], []
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using")
+@pytest.mark.parametrize("cut", [{"of_balance": "length", "of_micro_batch_tokens": 30}, {"micro_batch_size": 2}])
+def test_rows_without_a_step_at_the_end_of_an_epoch_are_in_one_also_after_a_resume(
+    data: Make, trainer: MakeTrainer, tmp_path: Path, cut: dict[str, Any]
+) -> None:
+    """Each draw has two micro-batches and an epoch three, so the first one ends within a draw."""
+    dm = data(train=groups_of(2, of_ahead=5, num_batches=3, **cut))
+    add(dm.client, 4)
+    saves = ModelCheckpoint(tmp_path / "kept", save_on_train_epoch_end=True)
+    first, second = RowsOfSteps(last=3), RowsOfSteps()
+    with worker():
+        with pytest.raises(ValueError, match="fails here"):
+            trainer(callbacks=[saves, TQCheckpoint()], enable_checkpointing=True, max_epochs=2).fit(
+                first, datamodule=dm
+            )
+        trainer(max_epochs=2).fit(second, datamodule=dm, ckpt_path=saves.best_model_path)
+    assert [len(rows) for rows in first.steps + second.steps] == [4, 4]
+    assert sorted(chain(*first.steps, *second.steps)) == [0, 1, 100, 101, 200, 201, 300, 301]
+
+
+def test_a_bounded_queue_is_not_refused_where_many_micro_batches_are_one_draw(
+    trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    """Four rows are one step, so a checkpoint comes after 12 rows and their heads; the queue has room for 40."""
+    tq.init({"backend": {"SimpleStorage": {"num_data_storage_units": 1, "total_storage_size": 40}}})
+    dm = TQDataModule(train=groups_of(2, of_ahead=1, micro_batch_size=1), ack="checkpoint")
+    saves = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=3, save_top_k=-1)
+    fit = trainer(callbacks=[saves], enable_checkpointing=True, accumulate_grad_batches=4)
+    dm.open()
+    add(dm.client, 10)
+    with worker():
+        fit.fit(Steps(), datamodule=dm)
+    assert fit.global_step == 5
 
 
 def test_rows_and_tokens_of_a_micro_batch_are_not_both_given() -> None:

@@ -120,8 +120,17 @@ class Ledger:
     def not_received(self, batch_index: int, num_ranks: int) -> list[Entry]:
         """The open shares of this round that their ranks have not received."""
         shares = [self.get((rank, batch_index)) for rank in range(num_ranks)]
-        open_shares = [(share, self._ranks[share.key[0]]) for share in shares if share is not None]
-        return [share for share, own in open_shares if batch_index >= own.next or batch_index in own.missed]
+        return [share for share in shares if share is not None and not self.was_received(share)]
+
+    def was_received(self, entry: Entry) -> bool:
+        """Whether its rank was given it, as far as is known."""
+        rank, index = entry.key
+        return index < self._ranks[rank].next and index not in self._ranks[rank].missed
+
+    def recut(self, entry: Entry, cut: Sequence[int]) -> None:
+        """Its micro-batches are others."""
+        self._copies.make()
+        entry.cut = cut
 
     def empty(self, entry: Entry) -> None:
         """Its samples are for other batches. It stays open without any."""

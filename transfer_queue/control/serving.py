@@ -37,6 +37,7 @@ from transfer_queue.protocol import (
     unpack_indexes,
 )
 from transfer_queue.sampler.group_sampler import GroupSampler
+from transfer_queue.sampler.micro_batches import cut_of_rest
 
 _QUIET_S = 2.0
 """A finite unsealed stream ends with a short batch once nothing was published for this long."""
@@ -449,7 +450,10 @@ class ServedFetch:
         return _Left(indexes, rows) if all_of(found) else _Left(indexes[found], rows[found], found)
 
     def _entry_batch(self, entry: Entry, left: _Left, skip: int = 0) -> Batch:
-        self.consumer.ledger.took(entry.key)
+        ledger = self.consumer.ledger
+        if left.found is not None and entry.cut and not ledger.was_received(entry):
+            ledger.recut(entry, cut_of_rest(entry.cut, left.found.tolist()))
+        ledger.took(entry.key)
         padding = None if entry.padding is None else left.of(entry.padding[skip:])
         batch = self._batch(left.indexes, left.rows, entry.token, entry.key[1], padding)
         if left.found is not None:
@@ -458,7 +462,7 @@ class ServedFetch:
             batch = msgspec.structs.replace(batch, cut=list(entry.cut))
         if self._dp_size in (None, 1) or self._groups is None or skip:
             return batch
-        most = self.consumer.ledger.most_rows(entry.key[1], self._dp_size)
+        most = ledger.most_rows(entry.key[1], self._dp_size)
         return msgspec.structs.replace(batch, most_rows=most)
 
     def _end(self, draw: Draw, now: float) -> Batch | Ended | None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from transfer_queue.client.given_rows import rows_at
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.metadata.meta_rows import consecutive, even_sizes
+from transfer_queue.sampler.micro_batches import spread
 
 Pair = tuple[TensorDict, BatchMeta]
 
@@ -57,40 +57,44 @@ def chunk_groups(
     """
     remains, cut = getattr(meta, "remains", None), getattr(meta, "cut", [])  # a user's function may give anything
     if remains is None and not cut and (micro_batch_size is None or not meta.size):
-        return _numbered([(td, meta)], 0), [1]
+        return _numbered([(td, meta)], [1]), [1]
+    if cut and micro_batch_size is not None:
+        raise InvalidRequestError(
+            f"the sampler of this batch has cut it by tokens (micro_batch_tokens), and micro_batch_size is "
+            f"{micro_batch_size}. Leave micro_batch_size out."
+        )
     remains = [True] * meta.size if remains is None else remains
     sizes = cut or _sizes_as_drawn(len(remains), meta.most_rows, micro_batch_size)
     left = [sum(remains[rows]) for rows in consecutive(sizes, len(remains))]
     before, left = sum(left[:taken]), left[taken:]
-    if meta.most_rows and 0 in left:
-        left = _spread(left)
+    if cut or meta.most_rows:  # else other ranks, and peers of this one, need not agree
+        left = _filled(left, bool(meta.most_rows))
     numbers = [number for number, size in enumerate(left, taken + 1) if size]
     sizes = [size for size in left if size]
     if not sizes:
         return [], numbers
     pairs = split(td, meta, [before, *sizes])[1:] if before else split(td, meta, sizes)
-    return _numbered(pairs, taken), numbers
+    return _numbered(pairs, numbers), numbers
 
 
-def _numbered(pairs: list[Pair], taken: int) -> list[Pair]:
-    for number, (_, meta) in enumerate(pairs, taken + 1):
+def _numbered(pairs: list[Pair], numbers: list[int]) -> list[Pair]:
+    for number, (_, meta) in zip(numbers, pairs, strict=True):
         if isinstance(meta, BatchMeta):
-            meta.micro_batch = (number, taken + len(pairs))
+            meta.micro_batch = (number, numbers[-1])
     return pairs
 
 
-def _spread(sizes: list[int]) -> list[int]:
-    """As many micro-batches of as many rows, none of them empty: those without a row get one of the next ones."""
-    total, ends = sum(sizes), [0]
-    if total < len(sizes):
+def _filled(sizes: list[int], ranks_must_agree: bool) -> list[int]:
+    """None of them empty, if there are as many rows."""
+    if all(sizes) or (sum(sizes) < len(sizes) and not ranks_must_agree):
+        return sizes
+    if sum(sizes) < len(sizes):
         raise InvalidRequestError(
-            f"{total} rows are left for {len(sizes)} micro-batches of this rank, because groups of its batch have left "
-            f"since it was drawn. Ranks must make equally many steps, so go on at the next batch on all of them. To "
-            f"avoid it, reject groups before they are drawn: by a gate of this task, or by lease.reject."
+            f"{sum(sizes)} rows are left for {len(sizes)} micro-batches of this rank, because groups of its batch have "
+            f"left since it was drawn. Ranks must make equally many steps, so go on at the next batch on all of them. "
+            f"To avoid it, reject groups before they are drawn: by a gate of this task, or by lease.reject."
         )
-    for number, end in enumerate(accumulate(sizes), 1):
-        ends.append(min(max(end, ends[-1] + 1), total - len(sizes) + number))
-    return [end - start for start, end in pairwise(ends)]
+    return spread(sizes)
 
 
 def _sizes_as_drawn(rows: int, most_rows: int, micro_batch_size: int | None) -> list[int]:

@@ -276,7 +276,7 @@ def _weigh(index: int, tags: dict[str, Any], weight: Weight) -> float:
         if weight not in tags:
             raise SamplerError(
                 f"sample {index} has no tag {weight!r}, which the sampler balances by; its tags: {sorted(tags)}. "
-                f"Write the tag when the sample is put, or build the sampler with another weight=."
+                f"Write the tag when the sample is put, or name another tag when you build the sampler."
             )
         value = tags[weight]
         source = f"tag {weight!r}"

@@ -6,12 +6,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate, islice, pairwise
+from itertools import islice
 from typing import Any, Literal, Protocol
 
 from transfer_queue.errors import SamplerError
 from transfer_queue.sampler.base import Picked, Round, RoundSampler, sample_weights
 from transfer_queue.sampler.karmarkar_karp import karmarkar_karp
+from transfer_queue.sampler.micro_batches import refined, starts_within
 
 ORDERS = ("oldest", "newest", "arrival")
 STALE = ("train", "wait", "drop")
@@ -62,7 +63,8 @@ class GroupSampler(RoundSampler):
         gate: A filter over the rows' tags, such as ``"std(reward) > 0"``. Groups that don't match are rejected.
         balance: Tag with the length of a row. Ranks then get groups of about the same length in all.
         micro_batch_tokens: Most that the lengths of a micro-batch's rows add up to; a longer row is one of its own. All
-            ranks cut their shares into equally many. It needs ``balance``. None: ``micro_batch_size`` says how to cut.
+            ranks cut their shares into equally many. It needs ``balance``, and loaders, which ask for batches by
+            number. None: ``micro_batch_size`` says how to cut.
         dp_size: Data-parallel ranks, which must divide ``groups``. None: as the task was registered.
     Raises:
         SamplerError: an impossible value; it is a ValueError.
@@ -94,7 +96,7 @@ class GroupSampler(RoundSampler):
         if not isinstance(oversample, int | float) or not 1.0 <= oversample < math.inf:
             raise SamplerError(f"oversample must be at least 1, got {oversample!r}.")
         for name, text, such_as in (("gate", gate, "std(reward) > 0"), ("balance", balance, "length")):
-            if not isinstance(text, str | None):
+            if text == "" or not isinstance(text, str | None):
                 raise SamplerError(f'{name} must be a text such as "{such_as}", got {text!r}.')
         if order not in ORDERS or stale not in STALE:
             raise SamplerError(
@@ -215,15 +217,14 @@ class GroupSampler(RoundSampler):
         """By rank, the rows of each of its micro-batches: equally many for all. Only with ``micro_batch_tokens``."""
         most = self.micro_batch_tokens or math.inf
         lengths = [sample_weights(share, self.balance or "", partition) for share in shares]
-        parts = [_within(own, most) for own in lengths]
+        parts = [starts_within(own, most) for own in lengths]
         count, rows = max(map(len, parts)), min(map(len, shares))
         if rows < count:
             raise SamplerError(
                 f"a rank got {rows} rows of a round that another one cuts into {count} micro-batches of up to {most:,} "
                 f"tokens. Ranks must make equally many steps: raise micro_batch_tokens, or groups."
             )
-        bounds = [_refined(own, count, starts) for own, starts in zip(lengths, parts, strict=True)]
-        return [[stop - start for start, stop in pairwise(own)] for own in bounds]
+        return [refined(own, starts, count) for own, starts in zip(lengths, parts, strict=True)]
 
     # ---- which rank ----
 
@@ -237,28 +238,6 @@ class GroupSampler(RoundSampler):
             lengths = [sum(sample_weights(own, self.balance, wanted.partition)) for own in members]
             parts = karmarkar_karp(lengths, num_ranks, equal_size=not len(chosen) % num_ranks)
         return [[index for at in part for index in members[at]] for part in parts if part]
-
-
-def _within(lengths: Sequence[float], most: float) -> list[int]:
-    """Where micro-batches of consecutive rows begin, if each takes as many rows as fit."""
-    starts, tokens = [0], 0.0
-    for row, length in enumerate(lengths):
-        if tokens + length > most and row > starts[-1]:
-            starts.append(row)
-            tokens = 0.0
-        tokens += length
-    return starts
-
-
-def _refined(lengths: Sequence[float], count: int, starts: Sequence[int]) -> list[int]:
-    """The bounds of so many micro-batches: the longest ones that can be halved are."""
-    sums, bounds = list(accumulate(lengths, initial=0.0)), [*starts, len(lengths)]
-    while len(bounds) <= count:
-        wide = [(start, stop) for start, stop in pairwise(bounds) if stop - start > 1]
-        start, stop = max(wide, key=lambda part: sums[part[1]] - sums[part[0]])
-        half = min(range(start + 1, stop), key=lambda at: abs(sums[start] + sums[stop] - 2 * sums[at]))
-        bounds.insert(bounds.index(stop), half)
-    return bounds
 
 
 def _oldest(group: GroupView) -> tuple[int, int]:
