@@ -28,7 +28,7 @@ from typing import Any
 
 from tests.chaos.plan import WORLDS
 from tests.chaos.run import privilege, run_seed
-from tests.chaos.stage import ChaosError
+from tests.chaos.stage import ChaosError, preload
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     get_temp_dir()  # multiprocessing keeps what it makes first until the process ends
     resource_tracker.ensure_running()
     tempfile.tempdir = os.environ["TMPDIR"] = made = tempfile.mkdtemp(prefix="ch-")  # traces of others are elsewhere
+    if given.directory:
+        Path(given.directory).mkdir(parents=True, exist_ok=True)
+    preload([given.world] if given.world else WORLDS)
     total, failed = Counter[str](), 0
     end = time.monotonic() + given.minutes * 60
     for world, hosts, seed in _runs(given):

@@ -24,7 +24,7 @@ import torch
 
 import transfer_queue as tq
 from tests.chaos.ledger import Ledger
-from transfer_queue.errors import ProtocolError, RemoteError
+from transfer_queue.errors import ProtocolError
 
 AGAIN, FAILED = 75, 3
 """Exit codes: an error that faults explain, and one that nothing does."""
@@ -46,6 +46,7 @@ class Role(ABC):
         self.count = self.counts[orders["role"]]
         self.directory = Path(orders["directory"])
         self.before: list[int] = orders["before"]
+        self.life: int = orders["life"]
         self.at_risk = doom.at_risk
 
     @abstractmethod
@@ -56,6 +57,12 @@ class Role(ABC):
         """What they were doing is settled once the queue knows that they are gone."""
         while any(_is_of(name, pid) for name in self.client.get_stats()["clients"] for pid in self.before):
             time.sleep(0.05)
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether there was no memory for it, as Python, torch and the system say that."""
+    said = ("can't allocate memory", "can't start new thread", "Cannot allocate memory", "bad_alloc")
+    return isinstance(error, MemoryError) or any(each in str(error) for each in said)
 
 
 def check_settled(error: tq.TransferQueueError) -> None:
@@ -117,14 +124,17 @@ def _run(role: type[Role], orders: dict[str, Any], ledger: Ledger) -> int:
         tq.close()
         ledger.note("done")
         return 0
-    except (RemoteError, ProtocolError):  # no fault of a process or a network explains these
+    except ProtocolError:  # no fault of a process or a network explains it
         ledger.note("failure", text=traceback.format_exc())
         return FAILED
     except tq.TransferQueueError as error:
         ledger.note("error", kind=type(error).__name__, text=str(error)[:500])
         return AGAIN
-    except BaseException:
-        ledger.note("failure", text=traceback.format_exc())
-        return FAILED
+    except BaseException as error:
+        if not lacks_memory(error):
+            ledger.note("failure", text=traceback.format_exc())
+            return FAILED
+        ledger.note("error", kind="MemoryError", text=f"{type(error).__name__}: {error}")
+        return AGAIN
     finally:
         sys.stdout.flush()

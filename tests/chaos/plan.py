@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-WORLDS = ("streams", "groups")
+WORLDS = ("streams", "groups", "fits")
 KIB, MIB = 1 << 10, 1 << 20
 
 
@@ -76,8 +76,11 @@ def make_plan(world: str, seed: int, length: float = 1.0, hosts: bool = False, d
         "backend": {"SimpleStorage": storage}, "server_processes": processes,
         "controller": {"producer_grace_s": rng.choice((1.0, 5.0))}, "client": {"timeout_s": 20.0},
     }  # fmt: skip
-    actors, shape = _streams(rng, length) if world == "streams" else _groups(rng, length)
-    plan = Plan(world, seed, length, conf, actors, shape, (), 4 * MIB if disk and has_disk else None, hosts)
+    actors, shape = {"streams": _streams, "groups": _groups, "fits": _fits}[world](rng, length)
+    disk_nbytes = {"fits": 160}.get(
+        world, 4
+    ) * MIB  # a fit ends where it can't save, so it has room for two checkpoints
+    plan = Plan(world, seed, length, conf, actors, shape, (), disk_nbytes if disk and has_disk else None, hosts)
     events = sorted(_events(rng, plan, has_disk), key=lambda event: event.at)
     kept = [event for event in events if event.fault != "fill" or plan.disk_nbytes]
     return Plan(**{**plan.__dict__, "events": tuple(kept)})
@@ -87,7 +90,7 @@ def _streams(rng: random.Random, length: float) -> tuple[dict[str, int], dict[st
     actors = {"producer": 2, "scorer": rng.choice((1, 2)), "trainer": rng.choice((1, 2)), "reader": rng.choice((1, 2))}
     shape = {
         "chunk": rng.choice((4, 8, 16)), "batch": rng.choice((4, 6, 8)), "save_every": rng.choice((2, 4)),
-        "width": rng.choice((64, 512)), "loader": rng.random() < 0.4,
+        "width": rng.choice((64, 512, 8192)), "loader": rng.random() < 0.4,
     }  # fmt: skip
     shape["chunks"] = max(2, round(600 * length / shape["chunk"]))
     return actors, shape
@@ -105,13 +108,25 @@ def _groups(rng: random.Random, length: float) -> tuple[dict[str, int], dict[str
     return actors, shape
 
 
+def _fits(rng: random.Random, length: float) -> tuple[dict[str, int], dict[str, Any]]:
+    actors = {"producer": 2, "scorer": rng.choice((1, 2)), "trainer": 1}
+    width = rng.choice((64, 512, 8192))
+    shape = {
+        "chunk": rng.choice((4, 8, 16)), "batch": rng.choice((4, 6, 8)), "micro_batch": 2,
+        "save_every": rng.choice((2, 4)), "width": width, "accumulate": rng.choice((1, 2)),
+        "clear_consumed": width > 512 or rng.random() < 0.5,
+    }  # fmt: skip
+    shape["chunks"] = max(2, round(300 * length / shape["chunk"]))
+    return actors, shape
+
+
 def _events(rng: random.Random, plan: Plan, has_disk: bool) -> Iterator[Event]:
     """About eight faults per length. Each kind of the world comes about equally often."""
     names = list(plan.names())
     units = plan.conf["backend"]["SimpleStorage"]["num_data_storage_units"]
     apart = plan.conf["server_processes"] == "each"
     lost_units = 0
-    kinds = ["kill", "kill", "die", "die", "stop", "stop", "queue", "all", "freeze"]
+    kinds = ["kill", "kill", "die", "die", "stop", "stop", "queue", "all", "freeze", "memory"]
     kinds += ["fill"] * has_disk + ["unit", "freeze unit"] * apart + ["cut", "cut", "host"] * plan.hosts
     for _ in range(round(8 * max(plan.length, 0.5))):
         at, kind = rng.uniform(0.02, 0.95), rng.choice(kinds)
@@ -124,6 +139,8 @@ def _events(rng: random.Random, plan: Plan, has_disk: bool) -> Iterator[Event]:
             yield Event(at, "kill queue", rng.choice(("server", "owner")) if not plan.hosts else "server")
         elif kind in ("freeze", "freeze unit"):
             yield Event(at, "stop", "server" if kind == "freeze" else "unit", hold_s)
+        elif kind == "memory":
+            yield Event(at, "full memory", rng.choice([*names, "server", "unit"]), hold_s)
         elif kind == "all":
             yield Event(at, "kill all", rng.choice([role for role, count in plan.actors.items() if count]))
         elif kind == "host":

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,6 +17,8 @@ from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.hosts import Host
 from tests.chaos.actor import AGAIN, main
@@ -30,9 +33,14 @@ DIE_S = 2.0
 FORWARD = ("put", "scored", "trained", "read", "closed", "done", "restored", "mended", "added")
 _PRELOADED = (
     "torch", "tensordict", "transfer_queue.interface", "transfer_queue.dataloader", "transfer_queue.checkpoint",
-    "tests.chaos.streams", "tests.chaos.groups", "tests.chaos.helpers",
+    "tests.chaos.helpers",
 )  # fmt: skip
 context = multiprocessing.get_context("forkserver")  # a process that was killed is replaced in milliseconds
+
+
+def preload(worlds: Sequence[str]) -> None:
+    """Before the first run: what the processes of these worlds import is imported once."""
+    context.set_forkserver_preload([*_PRELOADED, *(f"tests.chaos.{world}" for world in worlds)])
 
 
 class ChaosError(AssertionError):
@@ -46,6 +54,11 @@ class Actor:
     role: str
     number: int
     is_killed: bool = False
+    is_starved: bool = False
+
+    def may_end_by(self, number: int) -> bool:
+        """Whether this signal is no surprise. Libraries in C++ may abort where there is no memory."""
+        return (self.is_killed and number == signal.SIGKILL) or (self.is_starved and number == signal.SIGABRT)
 
 
 class Stage:
@@ -53,7 +66,6 @@ class Stage:
 
     def __init__(self, plan: Plan, directory: Path, hosts: tuple[Host, Host] | None) -> None:
         get_temp_dir()
-        context.set_forkserver_preload(list(_PRELOADED))
         self._plan, self._directory, self._hosts = plan, directory, hosts
         self._world = import_module(f"tests.chaos.{plan.world}")
         self._roles = {**self._world.ROLES, **import_module("tests.chaos.helpers").ROLES}
@@ -170,7 +182,7 @@ class Stage:
         del self._actors[actor.name]
         if code == 0:
             self._ended.add(actor.name)
-        elif code != AGAIN and not (actor.is_killed and code == -signal.SIGKILL):
+        elif code != AGAIN and not actor.may_end_by(-code):
             raise ChaosError(f"{actor.name} ended with exit code {code}\n{self._failure()}")
         elif self._queue is not None and not (is_end and actor.role == "mender"):
             self._start(actor.name)
@@ -203,7 +215,7 @@ class Stage:
         self.done.append(event)
         verb = {"kill queue": self._lose_queue, "kill unit": self._lose_unit, "kill all": self._kill_role,
                 "kill host": self._lose_host, "kill": self._kill, "die": self._doom, "stop": self._stop,
-                "fill": self._fill, "cut": self._cut}[event.fault]  # fmt: skip
+                "fill": self._fill, "full memory": self._starve, "cut": self._cut}[event.fault]  # fmt: skip
         verb(event)
 
     def _later(self, seconds: float, then: Callable[[], None]) -> None:
@@ -246,16 +258,28 @@ class Stage:
         return bool(int(caught.split()[1], 16) >> (signal.SIGUSR2 - 1) & 1)
 
     def _stop(self, event: Event) -> None:
+        pid = self._pid_of(event.target)
+        if pid is not None:
+            _signal(pid, signal.SIGSTOP)
+            self._later(event.hold_s, lambda: _signal(pid, signal.SIGCONT))
+
+    def _pid_of(self, target: str) -> int | None:
+        """Of a server or an actor that lives."""
         assert self._queue is not None
         servers = self._queue.pids()
-        if event.target in ("server", "unit"):
-            pid = servers[0] if event.target == "server" or len(servers) < 2 else servers[-1]
-        elif event.target in self._actors:
-            pid = self._actors[event.target].process.pid
-        else:
+        if target in ("server", "unit"):
+            return servers[0] if target == "server" or len(servers) < 2 else servers[-1]
+        return self._actors[target].process.pid if target in self._actors else None
+
+    def _starve(self, event: Event) -> None:
+        """It gets no more memory for a while."""
+        pid = self._pid_of(event.target)
+        if pid is None:
             return
-        _signal(pid, signal.SIGSTOP)
-        self._later(event.hold_s, lambda: _signal(pid, signal.SIGCONT))
+        if event.target in self._actors:
+            self._actors[event.target].is_starved = True
+        limit_memory(pid, psutil.Process(pid).memory_info().vms)
+        self._later(event.hold_s, lambda: limit_memory(pid, None))
 
     def _lose_queue(self, event: Event) -> None:
         """Every process must notice by itself. Then all begins again, from the last checkpoint."""
@@ -307,6 +331,12 @@ class Stage:
                 queue.close()
 
 
+def limit_memory(pid: int, nbytes: int | None) -> None:
+    """Of its address space. None: as much as it likes."""
+    with suppress(ProcessLookupError):
+        resource.prlimit(pid, resource.RLIMIT_AS, (nbytes or resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
 def _signal(pid: int, number: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, number)
@@ -324,4 +354,4 @@ def small_disk(directory: Path, nbytes: int | None) -> Iterator[None]:
     try:
         yield
     finally:
-        subprocess.run(["umount", str(disk)], check=True)
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
