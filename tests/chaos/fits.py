@@ -55,9 +55,11 @@ class Producer(streams.Producer):
         await_fit(self)
         while self.number and streams.partition_of(self.number) not in self.client.get_partition_list():
             time.sleep(0.05)
-        super().run()
         following = streams.partition_of(self.number + 1)
-        if self.number + 1 < self.count and following not in self.client.get_partition_list():
+        if following in self.client.get_partition_list():  # this one is complete, and maybe cleared
+            return
+        super().run()
+        if self.number + 1 < self.count:
             self.client.create_partition(following)
 
 

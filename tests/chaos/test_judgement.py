@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos import groups_check, streams_check
+from tests.chaos import fits_check, groups_check, streams_check
 from tests.chaos.groups import fate_of
 from tests.chaos.ledger import Record
 from tests.chaos.plan import Plan, make_plan
@@ -111,6 +111,14 @@ GONE = {f"g{number}": fate_of(number) for number in range(10) if fate_of(number)
 def test_groups_are_accounted_for(trained_ones, states, text):
     found = groups_check.check(GROUPS, records(trained(0, *trained_ones), left(**states)))
     assert re.search(text, "; ".join(found)) if text else found == []
+
+
+def test_the_model_that_came_out_says_how_often_each_sample_was_trained():
+    plan = make_plan("fits", 1)
+    assert fits_check.check(plan, records()) == ["no fit came to its end"]
+    models = [(0, "trainer-0", "model", {"steps": 9, "wrong": wrong}) for wrong in ([3], [], [5, 7])]
+    assert fits_check.check(plan, records(*models[:2])) == []
+    assert "2 samples were not trained exactly once" in fits_check.check(plan, records(*models))[0]
 
 
 @pytest.mark.parametrize("field", ["tokens", "vector", "text"])

@@ -276,7 +276,7 @@ class _Body:
             try:
                 memory = memoryview(np.empty(sum(run), np.uint8).data)
             except MemoryError:
-                raise FramingError(f"no memory for {sum(run)} bytes.") from None
+                raise FramingError(f"{sum(run):,} bytes, for which this process has no memory.") from None
             frames += _views(memory, run)
             if memory.nbytes:
                 missing.append(memory)

@@ -138,7 +138,12 @@ class UnixRoute:
                 self._take(self._inbound.receive(self._socket))
         except BlockingIOError:
             pass
-        except (OSError, EOFError, FramingError, MemoryError):  # it has left, or never was a client
+        except (OSError, EOFError):  # it has left
+            self.close()
+        except (FramingError, MemoryError) as error:
+            if self._client is not None:  # else it never was a client
+                said = str(error) or "more than this process has memory for."
+                _log.warning("the connection of %s is closed, because it sent %s", self._client, said)
             self.close()
 
     def _take(self, messages: list[Message]) -> None:
