@@ -28,8 +28,8 @@ BASE = streams.BASE
 
 
 def newest(directory: Path) -> Path | None:
-    """The checkpoint of the most steps."""
-    return max((directory / "disk").glob("*.ckpt"), key=lambda path: int(path.stem.split("=")[1]), default=None)
+    """The last checkpoint; one that is saved early, because the queue is full, has a name of its own."""
+    return max((directory / "disk").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
 def prepare(client: Any, counts: dict[str, int], shape: dict[str, Any]) -> None:
@@ -48,6 +48,15 @@ def await_fit(role: Role) -> None:
         time.sleep(0.05)
 
 
+def is_over(role: Role, partition: str) -> bool:
+    """Whether all of it was put, and maybe trained and cleared: the next one is made after its last row."""
+    number = int(partition.rpartition("-")[2])
+    is_last = number + 1 == role.counts["producer"]
+    if is_last:
+        return (role.directory / "fitted").exists()
+    return streams.partition_of(number + 1) in role.client.get_partition_list()
+
+
 class Producer(streams.Producer):
     """It begins once the one before it is done, because what is trained first needs the room."""
 
@@ -55,18 +64,21 @@ class Producer(streams.Producer):
         await_fit(self)
         while self.number and streams.partition_of(self.number) not in self.client.get_partition_list():
             time.sleep(0.05)
-        following = streams.partition_of(self.number + 1)
-        if following in self.client.get_partition_list():  # this one is complete, and maybe cleared
-            return
-        super().run()
-        if self.number + 1 < self.count:
-            self.client.create_partition(following)
+        if not is_over(self, streams.partition_of(self.number)):
+            super().run()
+            if self.number + 1 < self.count:
+                self.client.create_partition(streams.partition_of(self.number + 1))
 
 
 class Scorer(streams.Scorer):
     def run(self) -> None:
         await_fit(self)
         super().run()
+
+    def fetch(self, name: str, batch: int, wait_s: float) -> Any:
+        found = super().fetch(name, batch, wait_s)
+        is_gone = found is None and name not in self.client.get_partition_list()
+        return "ended" if is_gone and is_over(self, name) else found
 
 
 class Counting(LightningModule):
@@ -130,6 +142,7 @@ class FitRole(Role):
             if error.errno != errno.ENOSPC:
                 raise
             raise CheckpointError(str(error)) from error
+        (self.directory / "fitted").touch()
         self.note("model", steps=trainer.global_step, wrong=(model.times != 1).nonzero().flatten().tolist())
 
 

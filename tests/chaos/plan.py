@@ -114,7 +114,7 @@ def _fits(rng: random.Random, length: float) -> tuple[dict[str, int], dict[str, 
     shape = {
         "chunk": rng.choice((4, 8, 16)), "batch": rng.choice((4, 6, 8)), "micro_batch": 2,
         "save_every": rng.choice((2, 4)), "width": width, "accumulate": rng.choice((1, 2)),
-        "clear_consumed": width > 512 or rng.random() < 0.5,
+        "clear_consumed": width > 64 or rng.random() < 0.5,
     }  # fmt: skip
     shape["chunks"] = max(2, round(300 * length / shape["chunk"]))
     return actors, shape

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from heapq import nlargest
 
 import msgspec
 import numpy as np
@@ -24,7 +25,7 @@ Writer = p.Reserve | p.Insert | p.ResolveKeys
 Rewrite = p.CheckFields | p.ResolveKeys
 _MOST_AT_ONCE = 2**24
 """Samples of one request: more is a mistake, and would take gigabytes before it failed."""
-_MOST_NAMED = 5
+_MOST_NAMED, _MOST_LOOKED_AT = 5, 8
 """Writers that a reply names."""
 
 # ---- what a write holds ----
@@ -283,15 +284,19 @@ def _full(state: PlaneState, request: Writer, count: int, waited_s: float) -> p.
 
 def held_up_by(state: PlaneState) -> str:
     """Names the tasks that keep most samples, how many no task keeps, and how many heads of groups that have left."""
+    partitions = [partition for partition in state.partitions.values() if not is_internal(partition.name)]
+    largest = nlargest(_MOST_LOOKED_AT, partitions, key=lambda partition: partition.num_live)
     text = ", ".join(
         keepers(
             (partition.num_live, {
                 task: (consumer.num_unconsumed, consumer.ledger.num_open_samples)
                 for task, consumer in partition.consumers.items()
             })
-            for partition in state.partitions.values() if not is_internal(partition.name)
+            for partition in largest
         )
     )  # fmt: skip
+    if len(largest) < len(partitions) and text:
+        text = f"in the {len(largest)} largest partitions, {text}"
     said = f"{text[0].upper()}{text[1:]}. " if text else ""
     for partition in state.partitions.values():
         groups = partition.groups
