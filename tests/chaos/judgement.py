@@ -59,16 +59,16 @@ def _key(record: Record, batch: int) -> Key:
 # ---- errors ----
 
 _EXPLAINED = {
-    "QueueUnreachableError": {"kill queue", "kill unit", "kill host", "stop", "cut"},
-    "UnitLostError": {"kill unit", "kill host", "kill queue", "cut"},
-    "SessionEndedError": {"stop", "cut"},
-    "ProducersGoneError": {"kill", "die", "kill all", "kill queue", "kill host", "stop", "cut"},
+    "QueueUnreachableError": {"kill queue", "kill unit", "kill host", "stop", "cut", "full memory"},
+    "UnitLostError": {"kill unit", "kill host", "kill queue", "cut", "full memory"},
+    "SessionEndedError": {"stop", "cut", "full memory"},
+    "ProducersGoneError": {"kill", "die", "kill all", "kill queue", "kill host", "stop", "cut", "full memory"},
     "StorageKeyNotFoundError": {"kill unit", "kill host", "cut"},
     "ClosedError": {"kill queue"},
     "CheckpointError": {"fill"},
     "MemoryError": {"full memory"},
     "RemoteError": {"full memory"},
-    "LeaseLostError": {"stop", "kill", "die", "kill queue", "cut", "kill host", "kill all"},
+    "LeaseLostError": {"stop", "kill", "die", "kill queue", "cut", "kill host", "kill all", "full memory"},
     "BatchTimeoutError": {"kill unit", "kill host", "cut", "stop"},
     "StorageFullError": {"kill", "die", "stop", "kill all", "cut", "kill unit", "fill", "kill queue", "kill host"},
 }

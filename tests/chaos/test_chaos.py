@@ -24,7 +24,7 @@ def run(*arguments: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize(("world", "seed"), [("streams", 7), ("groups", 4), ("fits", 3)])
+@pytest.mark.parametrize(("world", "seed"), [("streams", 7), ("groups", 4), ("fits", 4)])
 def test_nothing_is_lost_doubled_or_wrong_whatever_dies(tmp_path, world, seed):
     code, out, errors = run("--world", world, "--seed", str(seed), "--length", "0.4", "--directory", str(tmp_path))
     assert code == 0, errors
