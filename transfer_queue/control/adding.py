@@ -77,7 +77,8 @@ def took(state: PlaneState, call: Call, partition: Partition, consumer: Consumer
 def in_hand(partition: Partition, fields: Iterable[str]) -> dict[str, int]:
     """By client, the samples of this partition to which it has yet to add one of these fields; of some clients only."""
     counts: dict[str, int] = {}
-    for consumer in partition.consumers.values():
+    adders = [partition.consumers[task] for task in partition.adders if task in partition.consumers]
+    for consumer in adders:
         if consumer.hands.counts and not set(fields).isdisjoint(consumer.hands.fields):
             counts |= consumer.hands.counts
     return dict(list(counts.items())[:_MOST_NAMED])

@@ -375,17 +375,14 @@ class Draw:
 
 # ---- calls of samplers ----
 
-_running: list[tuple[object, str | None]] = []
-"""What ``foreign`` guards at this moment, for the plane of this process."""
+_running: list[foreign] = []
+"""Calls that are guarded at this moment, for the plane of this process."""
 
 
-def running() -> str | None:
-    """The sampler that is running, and its task if it draws for one. Any thread may call this."""
+def running() -> foreign | None:
+    """The call of a sampler that is running. Any thread may call this."""
     last = _running[-1:]
-    if not last:
-        return None
-    sampler, task = last[0]
-    return _name(sampler) if task is None else f"{_name(sampler)} of task {task!r}"
+    return last[0] if last else None
 
 
 def _name(sampler: object) -> str:
@@ -402,8 +399,12 @@ class foreign:
         """``sampler``: the sampler, or the name of one that isn't built yet."""
         self._what = (sampler, task)
 
+    def __str__(self) -> str:
+        sampler, task = self._what
+        return _name(sampler) if task is None else f"{_name(sampler)} of task {task!r}"
+
     def __enter__(self) -> None:
-        _running.append(self._what)
+        _running.append(self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         _running.pop()

@@ -52,6 +52,8 @@ class Partition:
         self.listed = ListedKeys(self.table, self.keys, self.tags)
         self.groups: Groups | None = None
         self.consumers: dict[str, Consumer] = {}
+        self.adders: dict[str, None] = {}
+        """Tasks whose clients have taken samples to add fields to them."""
         self.clears: list[str] | None = None
         """Samples are deleted once these tasks, and all others here, are done with them. None: nobody asked for it."""
         self.last_published: float | None = None

@@ -212,12 +212,7 @@ class ServedFetch:
             if entry is not None:
                 return self._from_ledger(entry)
             for earlier in self._skipped((self._rank, batch_index)) if may_draw else ():
-                fetch = msgspec.structs.replace(self._fetch, batch_index=earlier, first_index=None)
-                served = ServedFetch(self._state, fetch, self.partition, self._task, self._dp_size)
-                served.client = self.client
-                reply = served.answer(now, may_draw)
-                self.written += served.written
-                self.has_given |= served.has_given
+                reply = self._draw_earlier(earlier, now)
                 if not isinstance(reply, Batch):
                     return reply
         known_end = self._known_end(batch_index)
@@ -279,6 +274,18 @@ class ServedFetch:
         if self._fetch.first_index is None:
             return range(0)
         return range(self.consumer.ledger.first_undrawn(key, self._fetch.first_index), key[1])
+
+    def _draw_earlier(self, batch_index: int, now: float) -> Batch | Ended | More | None:
+        """Draw this batch for another worker of this rank. What this turn has no time for goes on in the next one."""
+        if not self._state.calls.turn.has_time():
+            return MORE
+        fetch = msgspec.structs.replace(self._fetch, batch_index=batch_index, first_index=None)
+        served = ServedFetch(self._state, fetch, self.partition, self._task, self._dp_size)
+        served.client = self.client
+        reply = served.answer(now, True)
+        self.written += served.written
+        self.has_given |= served.has_given
+        return reply
 
     def _known(self, key: BatchKey) -> Entry | None:
         entry = self.consumer.ledger.get(key)
@@ -365,6 +372,7 @@ class ServedFetch:
                 group_work.drew(self._state, self.partition, self._fetch.task, [(self.client, None, shares[0].rows)])
             self.consumer.give(shares[0].consumed, UNLEDGERED)
             if self.adds:
+                self.partition.adders[self._fetch.task] = None
                 self.consumer.hand(self.client, np.intersect1d(fresh, shares[0].rows), self.adds)
             return self._batch(shares[0].indexes, shares[0].rows, padding=shares[0].padding)
         cuts = draw.cut(shares)

@@ -127,7 +127,7 @@ class Insert(Request, frozen=True):
 
     partition: str
     count: Count
-    fields: list[str] = []
+    fields: Keys = []
     wait_s: Seconds = 60.0
 
 
@@ -152,7 +152,7 @@ class Fetch(Request, frozen=True):
 
     partition: str
     task: str
-    fields: list[str]
+    fields: Keys
     batch_size: Count
     dp_rank: Position | None = None
     batch_index: Position | None = None
@@ -169,7 +169,7 @@ class Fetch(Request, frozen=True):
     where: str | None = None
     waited_s: Seconds = 0.0
     trained: Position | None = None
-    adds: list[str] = []
+    adds: Keys = []
     starved_s: Seconds | None = None
     small_values: bool = False
 
@@ -205,7 +205,7 @@ class Describe(Request, frozen=True):
     """
 
     partition: str
-    fields: list[str] | None = None
+    fields: Keys | None = None
     indexes: FewIndexes | None = None
     after: Position | None = None
 
@@ -223,7 +223,7 @@ class FieldStatus(Request, frozen=True, tag="ProductionStatus"):
     """Which fields each sample has, in pages as Describe gives all; ``summary``: whether all have all, as Done."""
 
     partition: str
-    fields: list[str]
+    fields: Keys
     summary: bool = False
     after: Position | None = None
 
@@ -256,7 +256,7 @@ class ClearConsumed(Request, frozen=True):
     """
 
     partition: str
-    tasks: list[str]
+    tasks: Keys
     dry_run: bool = False
 
 
@@ -284,7 +284,7 @@ class ResolveKeys(Request, frozen=True):
     hold: bool = False
     fields: dict[str, FieldSpec] = {}
     wait_s: Seconds = 60.0
-    writes: list[str] = []
+    writes: Keys = []
     role: Terms | None = None
 
 

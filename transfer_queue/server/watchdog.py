@@ -24,12 +24,12 @@ class Alarms:
         self.held_s = held_s
         self._alarms: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
         self._count = 0
-        self._last: str | None = None
+        self._last: object = None
         self._since = 0.0
         self._current: dict[str, Any] | None = None
 
-    def look(self, running: str | None, now: float) -> bool:
-        """``running``: what runs now. Returns whether that makes a new alarm."""
+    def look(self, running: object, now: float) -> bool:
+        """``running``: the call that runs now, or None. Returns whether that makes a new alarm."""
         if running is None or running != self._last:
             self._last, self._since, self._current = running, now, None
             return False
@@ -37,7 +37,7 @@ class Alarms:
             return False
         if is_new := self._current is None:
             self._count += 1
-            self._current = {"number": self._count, "what": running}
+            self._current = {"number": self._count, "what": str(running)}
         self._current.update(held_s=now - self._since, at=now)
         if is_new:
             self._alarms.append(self._current)
@@ -55,9 +55,9 @@ class Watchdog:
     """A thread that looks from time to time at what foreign code runs; it costs the server nothing."""
 
     def __init__(
-        self, running: Callable[[], str | None], held_s: float = HELD_S, look_every_s: float = _LOOK_EVERY_S
+        self, running: Callable[[], object], held_s: float = HELD_S, look_every_s: float = _LOOK_EVERY_S
     ) -> None:
-        """``running``: name of the foreign code that runs now, None for none. It is called in the watchdog's thread."""
+        """``running``: the call of foreign code that runs now, None for none. It is called in the watchdog's thread."""
         self._running = running
         self._look_every_s = look_every_s
         self._alarms = Alarms(held_s)
