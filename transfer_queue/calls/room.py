@@ -392,6 +392,7 @@ class Calls:
             self._examine(*found)
             if not self.turn.has_time():
                 break
+            self.waits.wake_late(self.now)  # a call may wait once more, though its time is over
 
     def _examine(self, wait: Wait, has_turn: bool) -> None:
         try:

@@ -149,8 +149,7 @@ class Waits:
         if len(self._deadlines) > 64 + 2 * self.count:
             self._deadlines = [entry for entry in self._deadlines if not entry[2].done]
             heapq.heapify(self._deadlines)
-        wait.late = wait.deadline <= now  # a later step of a call, maybe: its time may be over
-        if wait.due or wait.late:
+        if wait.due:
             wait.due = False
             self.examine(wait)
         if queue.room is not None:
