@@ -77,9 +77,7 @@ def make_plan(world: str, seed: int, length: float = 1.0, hosts: bool = False, d
         "controller": {"producer_grace_s": rng.choice((1.0, 5.0))}, "client": {"timeout_s": 20.0},
     }  # fmt: skip
     actors, shape = {"streams": _streams, "groups": _groups, "fits": _fits}[world](rng, length)
-    disk_nbytes = {"fits": 160}.get(
-        world, 4
-    ) * MIB  # a fit ends where it can't save, so it has room for two checkpoints
+    disk_nbytes = (160 if world == "fits" else 4) * MIB  # a fit ends where it can't save
     plan = Plan(world, seed, length, conf, actors, shape, (), disk_nbytes if disk and has_disk else None, hosts)
     events = sorted(_events(rng, plan, has_disk), key=lambda event: event.at)
     kept = [event for event in events if event.fault != "fill" or plan.disk_nbytes]

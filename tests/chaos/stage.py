@@ -188,7 +188,8 @@ class Stage:
             self._start(actor.name)
 
     def _notice(self, record: Record) -> None:
-        if record.event in FORWARD:
+        is_again = record.event == "trained" and self._trained.issuperset(record.what["numbers"])
+        if record.event in FORWARD and not is_again:
             self._last_step = time.monotonic()
         if record.event == "trained":
             self._trained.update(record.what["numbers"])

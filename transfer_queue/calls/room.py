@@ -387,12 +387,14 @@ class Calls:
         return answers
 
     def _examine_due(self) -> None:
-        self.waits.wake_late(self.now)
-        while (found := self.waits.next()) is not None:
-            self._examine(*found)
-            if not self.turn.has_time():
+        has_time = True
+        while has_time:
+            self.waits.wake_late(self.now)  # each time, because a call may wait once more though its time is over
+            found = self.waits.next()
+            if found is None:
                 break
-            self.waits.wake_late(self.now)  # a call may wait once more, though its time is over
+            self._examine(*found)
+            has_time = self.turn.has_time()
 
     def _examine(self, wait: Wait, has_turn: bool) -> None:
         try:

@@ -25,8 +25,10 @@ Writer = p.Reserve | p.Insert | p.ResolveKeys
 Rewrite = p.CheckFields | p.ResolveKeys
 _MOST_AT_ONCE = 2**24
 """Samples of one request: more is a mistake, and would take gigabytes before it failed."""
-_MOST_NAMED, _MOST_LOOKED_AT = 5, 8
+_MOST_NAMED = 5
 """Writers that a reply names."""
+_MOST_LOOKED_AT = 8
+"""Partitions in which a reply looks for the tasks that keep the queue full."""
 
 # ---- what a write holds ----
 

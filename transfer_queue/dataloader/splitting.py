@@ -86,15 +86,15 @@ def _numbered(pairs: list[Pair], numbers: list[int]) -> list[Pair]:
 
 def _filled(sizes: list[int], ranks_must_agree: bool) -> list[int]:
     """None of them empty, if there are as many rows."""
-    if all(sizes) or (sum(sizes) < len(sizes) and not ranks_must_agree):
-        return sizes
-    if sum(sizes) < len(sizes):
+    if sum(sizes) >= len(sizes):
+        return spread(sizes)
+    if ranks_must_agree:
         raise InvalidRequestError(
             f"{sum(sizes)} rows are left for {len(sizes)} micro-batches of this rank, because groups of its batch have "
             f"left since it was drawn. Ranks must make equally many steps, so go on at the next batch on all of them. "
             f"To avoid it, reject groups before they are drawn: by a gate of this task, or by lease.reject."
         )
-    return spread(sizes)
+    return sizes
 
 
 def _sizes_as_drawn(rows: int, most_rows: int, micro_batch_size: int | None) -> list[int]:

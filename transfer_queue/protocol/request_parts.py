@@ -16,8 +16,8 @@ Size = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Position = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 NumRanks = Annotated[int, msgspec.Meta(ge=-(2**16), le=2**16)]
 MOST_ROWS = 2048
-"""Keys, tags or samples that one request names one by one, so that it holds up others for no longer than 20 ms."""
-Keys = Annotated[list[str], msgspec.Meta(max_length=MOST_ROWS)]
+"""Keys, fields, tags or samples that a request names one by one, so that it holds up others for 20 ms at most."""
+FewNames = Annotated[list[str], msgspec.Meta(max_length=MOST_ROWS)]
 TagsOf = Annotated[dict[int, Tags], msgspec.Meta(max_length=MOST_ROWS)]
 FewIndexes = Annotated[bytes, msgspec.Meta(max_length=8 * MOST_ROWS)]
 WriteName = tuple[str, Call]

@@ -26,8 +26,8 @@ from transfer_queue.protocol.request_parts import (
     Count,
     DeclaredField,
     FewIndexes,
+    FewNames,
     FieldSpec,
-    Keys,
     NumRanks,
     Position,
     Request,
@@ -127,7 +127,7 @@ class Insert(Request, frozen=True):
 
     partition: str
     count: Count
-    fields: Keys = []
+    fields: FewNames = []
     wait_s: Seconds = 60.0
 
 
@@ -152,7 +152,7 @@ class Fetch(Request, frozen=True):
 
     partition: str
     task: str
-    fields: Keys
+    fields: FewNames
     batch_size: Count
     dp_rank: Position | None = None
     batch_index: Position | None = None
@@ -169,7 +169,7 @@ class Fetch(Request, frozen=True):
     where: str | None = None
     waited_s: Seconds = 0.0
     trained: Position | None = None
-    adds: Keys = []
+    adds: FewNames = []
     starved_s: Seconds | None = None
     small_values: bool = False
 
@@ -192,7 +192,7 @@ class Ack(Request, frozen=True):
 
     partition: str
     task: str
-    tokens: Keys
+    tokens: FewNames
     earlier: bool = False
     before: Position = 0
     dp_rank: Position | None = None
@@ -205,7 +205,7 @@ class Describe(Request, frozen=True):
     """
 
     partition: str
-    fields: Keys | None = None
+    fields: FewNames | None = None
     indexes: FewIndexes | None = None
     after: Position | None = None
 
@@ -223,7 +223,7 @@ class FieldStatus(Request, frozen=True, tag="ProductionStatus"):
     """Which fields each sample has, in pages as Describe gives all; ``summary``: whether all have all, as Done."""
 
     partition: str
-    fields: Keys
+    fields: FewNames
     summary: bool = False
     after: Position | None = None
 
@@ -256,7 +256,7 @@ class ClearConsumed(Request, frozen=True):
     """
 
     partition: str
-    tasks: Keys
+    tasks: FewNames
     dry_run: bool = False
 
 
@@ -279,12 +279,12 @@ class ResolveKeys(Request, frozen=True):
     """
 
     partition: str
-    keys: Keys
+    keys: FewNames
     create: bool = False
     hold: bool = False
     fields: dict[str, FieldSpec] = {}
     wait_s: Seconds = 60.0
-    writes: Keys = []
+    writes: FewNames = []
     role: Terms | None = None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import accumulate, compress, pairwise
 
 
@@ -23,21 +23,22 @@ def starts_within(lengths: Sequence[float], most: float) -> list[int]:
 def refined(lengths: Sequence[float], starts: Sequence[int], count: int) -> list[int]:
     """The sizes of so many micro-batches: the longest ones that can be halved are."""
     sums, bounds = list(accumulate(lengths, initial=0.0)), [*starts, len(lengths)]
+    wide: list[tuple[float, int, int]] = []
 
-    def entry(start: int, stop: int) -> tuple[float, int, int]:
-        return sums[start] - sums[stop], start, stop  # the longest one comes first
+    def add(start: int, stop: int) -> None:
+        if stop - start > 1:
+            heappush(wide, (sums[start] - sums[stop], start, stop))  # the longest one comes first
 
-    wide = [entry(start, stop) for start, stop in pairwise(bounds) if stop - start > 1]
-    heapify(wide)
+    for part in pairwise(bounds):
+        add(*part)
     while len(bounds) <= count:
         _, start, stop = heappop(wide)
         middle = (sums[start] + sums[stop]) / 2
         at = bisect_left(sums, middle, start + 1, stop - 1)
         half = at - 1 if at > start + 1 and middle - sums[at - 1] <= sums[at] - middle else at
         bounds.append(half)
-        for part in ((start, half), (half, stop)):
-            if part[1] - part[0] > 1:
-                heappush(wide, entry(*part))
+        add(start, half)
+        add(half, stop)
     return [stop - start for start, stop in pairwise(sorted(bounds))]
 
 
