@@ -51,8 +51,10 @@ def draw(curves: dict[str, Curve], path: Path) -> None:
 def main(folder: str = "runs") -> None:
     curves = {name: read(Path(folder), name) for name in RUNS}
     for share in (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8):
-        found = {name: prompts_until(curve, share) for name, curve in curves.items()}
-        print(f"{share:.0%} solved after: " + ", ".join(f"{name} {prompts}" for name, prompts in found.items()))
+        found = {RUNS[name]: prompts_until(curve, share) for name, curve in curves.items()}
+        if any(found.values()):
+            texts = (f"{prompts or 'more'} prompts with {label}" for label, prompts in found.items())
+            print(f"{share:.0%} are solved after " + ", ".join(texts))
     picture = Path(folder) / "grpo_compared.png"
     draw(curves, picture)
     print(f"picture {picture}")

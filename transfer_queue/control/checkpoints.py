@@ -150,7 +150,7 @@ class Restoring(Holding):
             old.append(partition.drop())
             state.discard(partition)
         state.partitions, state.tasks = restored.partitions, restored.tasks
-        state.allocator, state.incarnations = restored.allocator, restored.incarnations
+        state.allocator = restored.allocator
         group_loading.restored(state, restored.versions, restored.next_lease)
         for number, (staged, used) in self._used.items():
             state.calls.take(self._client, number, Staged)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -39,20 +40,25 @@ def recut(whole: SavedQueue) -> Iterator[SavedQueue]:
 
 
 class Restored:
-    """``partitions``, ``tasks``, ``allocator`` and ``incarnations`` of the plane to be, once all slices are in."""
+    """``partitions``, ``tasks`` and ``allocator`` of the plane to be, once all slices are in."""
 
     def __init__(self, state: PlaneState, shift: int, now: float) -> None:
         self.partitions: dict[str, Partition] = {}
         self.allocator = IndexAllocator()
         self._state, self._shift, self._now = state, shift, now
         self._head: SavedQueue | None = None
-        self._given: dict[tuple[str, str], Counter[int]] = {}
+        self._number = 0
+        self._given: dict[str, Counter[int]] = {}
+        """Samples of each batch by task, in the partition that is being loaded."""
 
     def add(self, saved: SavedQueue) -> None:
         """The next slice. Raises CheckpointError where the saved state contradicts itself."""
         with _contradictions():
             if self._head is None:
                 self._head = saved
+                # A number that is in no token: acks of batches that were drawn since the save must not match here.
+                self._number = max(self._state.incarnations, saved.incarnations) + 1 + self._state.config.server
+                self._state.incarnations = self._number
             for each in saved.partitions:
                 self._add(each)
 
@@ -88,13 +94,14 @@ class Restored:
             group_loading.load(partition, saved.groups, saved.terms, start, self._shift)
             group_work.groups_of(partition).left_by.update(saved.left_by)
         for each in saved.consumers:
-            given = self._given.setdefault((saved.name, each.task), Counter())
+            given = self._given.setdefault(each.task, Counter())
             given.update(partition.consumer(each.task).load(each, self._shift, start).tolist())
 
     def _partition(self, saved: SavedPartition) -> Partition:
         """That of the last slice, or a new one."""
         partition = self.partitions.get(saved.name)
         if partition is None:
+            self._is_whole()
             partition = Partition(saved.name, saved.incarnation, self.allocator, saved.preallocate, saved.num_samples)
             partition.sealed, partition.num_published = saved.sealed, saved.num_published
             partition.num_puts, partition.num_heads = saved.num_puts, saved.num_heads
@@ -107,6 +114,17 @@ class Restored:
         if saved.missing_free < 0:
             raise ValueError(f"partition {saved.name!r} lacks less than nothing")
         return partition
+
+    def _is_whole(self) -> None:
+        """All rows of the last partition are in. Raises ValueError for contradictions between its slices."""
+        for partition in itertools.islice(reversed(self.partitions.values()), 1):
+            for task, given in self._given.items():
+                if not partition.consumers[task].ledger.finish_loading(given):
+                    raise ValueError(
+                        f"batches of task {task!r} in partition {partition.name!r} are others than its samples say"
+                    )
+            partition.restored_as(self._number)
+        self._given = {}
 
     def _name(self, partition: Partition, saved: SavedPartition, index: Indexes) -> None:
         if not saved.keys and not saved.key_indexes:
@@ -133,21 +151,20 @@ class Restored:
         if not 0 <= first < MAX_INDEX:
             raise CheckpointError(f"the saved state's next index is out of range: {saved.next_index}.")
         self.allocator.next_index = first
-        # A number that is in no token: acks of batches that were drawn since the state was saved must not match here.
-        self.incarnations = max(state.incarnations, saved.incarnations) + 1 + state.config.server
         self.tasks = _restore_tasks(saved, state, self._shift)
         self.versions, self.next_lease = saved.versions, saved.next_lease
         with _contradictions():
+            self._is_whole()
             self._check()
             self.allocator.next_index += state.config.gap
             for partition in self.partitions.values():
-                partition.make_free(partition.missing_free)  # their indexes must come after all others
-                partition.missing_free = 0
-                partition.restored_as(self.incarnations)
+                if partition.missing_free:
+                    partition.make_free(partition.missing_free)  # their indexes must come after all others
+                    partition.missing_free = 0
         check_fits(state, self.allocator.num_used)
 
     def _check(self) -> None:
-        """Raises ValueError for contradictions between slices."""
+        """Raises ValueError for indexes that are there twice, or in no queue."""
         columns = [each.table.column("index") for each in self.partitions.values()]
         together = np.concatenate([np.full(1, -1, dtype=np.int64), *columns])
         if len(columns) > 1:
@@ -156,9 +173,6 @@ class Restored:
                 raise ValueError("an index is there twice")
         if together[-1] >= self.allocator.next_index:
             raise ValueError("an index was never handed out")
-        for (name, task), given in self._given.items():
-            if not self.partitions[name].consumers[task].ledger.finish_loading(given):
-                raise ValueError(f"batches of task {task!r} in partition {name!r} are others than its samples say")
 
     def drop(self) -> None:
         """Discard what was built."""

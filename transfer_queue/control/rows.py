@@ -64,17 +64,17 @@ def positions_in(values: Indexes, wanted: Indexes) -> tuple[Rows, npt.NDArray[np
     return positions, found
 
 
-class PendingCopies(list[Callable[[], None]]):
+class PendingCopies(list["Callable[[PendingCopies], None]"]):
     """Freezes that read a partition where it lies: each copies it before anything that is saved of it changes.
 
     So whatever changes a partition calls ``make`` first. What each put or fetch does asks first whether there are any.
+    A freeze knows a partition by this object.
     """
 
     def make(self) -> None:
         while self:
-            self[-1]()
+            self[-1](self)
             self.pop()  # not before, so that a copy that failed is tried again
-
 
 class RowTable:
     """Named columns of equal length that grow together, and shrink once half of the rows are dead.

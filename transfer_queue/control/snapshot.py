@@ -19,7 +19,7 @@ from transfer_queue.control.draw import Task, foreign
 from transfer_queue.control.groups import COLUMNS
 from transfer_queue.control.ledger import save_entry
 from transfer_queue.control.partition import Partition
-from transfer_queue.control.rows import PUBLISHED, RowState, one_of
+from transfer_queue.control.rows import PUBLISHED, PendingCopies, RowState, one_of
 from transfer_queue.control.saved import FORMAT, SavedConsumer, SavedPartition, SavedQueue, SavedSampler, SavedTask
 from transfer_queue.control.state import PlaneState
 from transfer_queue.errors import CheckpointError
@@ -30,8 +30,8 @@ ROWS = 3000
 """Rows of one slice: some milliseconds."""
 BATCHES = 1000
 """Batches of each ledger in one slice: they take longer."""
-_PARTITION = 100
-"""A partition costs as much as so many rows."""
+_PARTITION, _TASK = 100, 30
+"""A partition, and each task in it, costs as much as so many rows."""
 _PREALLOCATED = one_of(RowState.FREE, RowState.RESERVED_FREE)
 """They are only counted: a restore makes others, because writers may have got their indexes since the save."""
 _encoder = msgspec.msgpack.Encoder()
@@ -57,17 +57,40 @@ class Snapshot:
             dict(state.leases.versions), state.leases.next_token,
         )  # fmt: skip
         _check(self._head)
-        self._state = state
-        self._partitions = [
-            FrozenPartition(partition, now, *_chosen(state, partition, task))
+        self._state, self._now, self._task = state, now, task
+        self._followers = frozenset(filter(state.tasks.is_follower, state.tasks.by_name))
+        self._partitions = {
+            id(partition.table.copies): partition
             for partition in state.partitions.values()
             if task is None or (task in partition.consumers and len(partition.consumers[task].ledger))
-        ]
-        self._slices = planned(self._partitions)
+        }
+        self._frozen: dict[int, FrozenPartition] = {}
+        for partition in self._partitions.values():
+            partition.table.copies.append(self._copy)
+        self._slices = planned(map(self._freeze, list(self._partitions)))
         self._next = next(self._slices, None)
         self.next_index = state.allocator.next_index
         self._number, self._sent = -1, b""
         state.snapshots.add(self)
+
+    def _freeze(self, number: int) -> FrozenPartition:
+        """One that is about to change, or whose turn it is. All at once would take long."""
+        if number not in self._frozen:
+            partition = self._partitions[number]
+            self._frozen[number] = FrozenPartition(partition, self._now, *self._chosen(partition))
+        return self._frozen[number]
+
+    def _copy(self, copies: PendingCopies) -> None:
+        self._freeze(id(copies)).copy()
+
+    def _chosen(self, partition: Partition) -> tuple[list[str], Indexes | None]:
+        """What is saved of a partition: its tasks, and which samples (None: all)."""
+        if self._task is None:
+            return [name for name in partition.consumers if name not in self._followers], None
+        samples = partition.consumers[self._task].ledger.open_indexes()
+        rows, found = partition.table.find(samples)
+        heads = [] if partition.groups is None else [partition.groups.heads_of(rows[found])]
+        return [self._task], np.concatenate([samples, *heads])
 
     def read(self, number: int) -> tuple[bytes, int]:
         """The next slice, or the last one again; and how many there are, of which one may be still to be made.
@@ -79,19 +102,30 @@ class Snapshot:
         """
         if number == self._number + 1 and self._next is not None:
             partitions = [partition.save(section) for partition, section in self._next]
-            self._next = next(self._slices, None)
             self._number, self._sent = number, _encoder.encode(slice_of(self._head, partitions, number))
+            for partition, section in self._next:
+                if partition.ends_with(section):
+                    self._release(partition.number)
+            self._next = next(self._slices, None)
             if self._next is None:
                 self.close()
         elif number != self._number:
             raise CheckpointError(f"part {number} of a frozen state comes after part {self._number}. Save again.")
         return self._sent, self._number + 1 + (self._next is not None)
 
+    def _release(self, number: int) -> None:
+        """Let a partition change without a copy. Each when it is read, because all at once would take long."""
+        copies = self._partitions.pop(number).table.copies
+        if self._copy in copies:
+            copies.remove(self._copy)
+        if number in self._frozen:
+            self._frozen.pop(number).end()
+
     def close(self) -> None:
         """Release everything; no further slice is needed. Idempotent."""
-        for each in self._partitions:
-            each.release()
-        self._partitions, self._next = [], None
+        for number in list(self._partitions):
+            self._release(number)
+        self._next = None
         self._state.snapshots.discard(self)
         self._state.tidy()
 
@@ -113,7 +147,7 @@ def planned(partitions: Iterable[FrozenPartition]) -> Iterator[list[Section]]:
     room = ROWS
     for partition in partitions:
         count = partition.num_sections()
-        cost = _PARTITION + (ROWS if count > 1 else partition.table.size)
+        cost = partition.cost + (ROWS if count > 1 else partition.table.size)
         for number in range(count):
             if group and cost > room:
                 yield group
@@ -131,6 +165,7 @@ class FrozenPartition:
     ) -> None:
         """``tasks``, ``wanted``: those of its tasks and samples that are saved; None: all."""
         self._partition, self._now, self._wanted = partition, now, wanted
+        self.number = id(partition.table.copies)
         self._tasks = partition.consumers.keys() if tasks is None else tasks
         self.table, self._schema = partition.table, partition.schema
         self._gone: dict[int, str] = {}
@@ -139,7 +174,11 @@ class FrozenPartition:
         self._consumers: list[_FrozenConsumer] = []
         self._num_sections = 0
         partition.tags.catch_up()
-        partition.table.copies.append(self._copy)
+
+    @property
+    def cost(self) -> int:
+        """That of one section without its rows."""
+        return _PARTITION + _TASK * len(self._consumers)
 
     def num_sections(self) -> int:
         """Into how many it is cut. It has one at least. What is not in columns is kept when this is asked first."""
@@ -161,7 +200,7 @@ class FrozenPartition:
         self._num_sections = max(1, -(-self.table.size // ROWS), *cuts)
         return self._num_sections
 
-    def _copy(self) -> None:
+    def copy(self) -> None:
         """The partition is about to change."""
         self.num_sections()
         self.table = self.table.frozen()
@@ -169,7 +208,7 @@ class FrozenPartition:
         self._partition.keys.watches[self], self._partition.tags.watches[self] = self._gone, self._changed
 
     def save(self, number: int) -> SavedPartition:
-        """One section; the last one ends the freeze of this partition."""
+        """One section."""
         table, start, head = self.table, number * ROWS, self._head
         assert head is not None, "a partition is planned before it is saved"
         rows = PUBLISHED[table.column("state")[start : start + ROWS]].nonzero()[0] + start
@@ -181,7 +220,7 @@ class FrozenPartition:
         )
         keys, named = self._partition.keys.names_of(index, self._gone)
         tagged, tags = self._partition.tags.save(index, self._changed)
-        saved = msgspec.structs.replace(
+        return msgspec.structs.replace(
             head, index=pack_indexes(index), state=table.column("state")[rows].tobytes(),
             put_offset=offset, put_size=size, put_number=put, fields=self._schema.save(rows),
             consumers=[each.save(number, table.column(each.given)[rows], table.column(each.consumed)[rows])
@@ -191,17 +230,13 @@ class FrozenPartition:
             keys=keys, key_indexes=pack_indexes(named), tagged=pack_indexes(tagged), tags=tags,
             missing_free=0 if number else head.missing_free, lost={} if number else head.lost,
         )  # fmt: skip
-        if number + 1 == self._num_sections:
-            self.release()
-        return saved
 
-    def release(self) -> None:
-        """Let the partition change without a copy. Idempotent."""
-        copies = self._partition.table.copies
-        if copies and self._copy in copies:
-            copies.remove(self._copy)
-        self.table, self._schema = self._partition.table, self._partition.schema
-        self._head, self._consumers = None, []  # here, because all at once in the end would take long
+    def ends_with(self, number: int) -> bool:
+        """Whether this section is the last one."""
+        return number + 1 == self._num_sections
+
+    def end(self) -> None:
+        """Nothing more is read of it."""
         self._partition.keys.watches.pop(self, None)
         self._partition.tags.watches.pop(self, None)
 
@@ -225,16 +260,6 @@ class _FrozenConsumer:
         )
         columns = {"given": given.astype("<i4").tobytes(), "consumed": consumed.tobytes()}
         return msgspec.structs.replace(self._head, **columns, ledger=ledger)
-
-
-def _chosen(state: PlaneState, partition: Partition, task: str | None) -> tuple[list[str], Indexes | None]:
-    """What is saved of a partition: its tasks, and which samples (None: all)."""
-    if task is None:
-        return [name for name in partition.consumers if not state.tasks.is_follower(name)], None
-    samples = partition.consumers[task].ledger.open_indexes()
-    rows, found = partition.table.find(samples)
-    heads = [] if partition.groups is None else [partition.groups.heads_of(rows[found])]
-    return [task], np.concatenate([samples, *heads])
 
 
 def _check(head: SavedQueue) -> None:

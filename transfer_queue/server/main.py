@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from transfer_queue.transport.server import SocketServer
 
 _UNIT_TIMEOUT_S = 30.0
-_OBJECTS_PER_COLLECTION = 50_000
+_COLLECTIONS = (10_000, 2, 700)
+"""Thresholds of the garbage collector: it looks at 30 000 new objects at most in one go, and hardly ever at all."""
 
 
 def main(orders: Orders, ready: Callable[[str | None, str | None], None]) -> None:
@@ -225,7 +226,7 @@ def _allow_many_clients() -> None:
 def collect_rarely() -> None:
     """Objects made so far stay, and requests leave no cycles, so a search every 700 objects would be in vain."""
     gc.freeze()
-    gc.set_threshold(_OBJECTS_PER_COLLECTION, 20, 20)
+    gc.set_threshold(*_COLLECTIONS)
 
 
 def _stop_with(server: SocketServer, orders: Orders) -> None:
