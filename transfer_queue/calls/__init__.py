@@ -13,6 +13,7 @@ from transfer_queue.calls.room import Verb as Verb
 from transfer_queue.calls.room import replied as replied
 from transfer_queue.calls.turn import PAGE as PAGE
 from transfer_queue.calls.turn import PIECE as PIECE
+from transfer_queue.calls.turn import PIECE_NBYTES as PIECE_NBYTES
 from transfer_queue.calls.turn import Turn as Turn
 from transfer_queue.calls.wait import MORE as MORE
 from transfer_queue.calls.wait import More as More

@@ -9,8 +9,10 @@ from collections.abc import Callable
 TURN_S = 0.004
 """Work that is left after this time goes on in the next turn, so that no client waits long for the work of others."""
 PIECE = 2_000
-"""Samples that one step of long work handles: about a millisecond."""
-PAGE = 5_000
+"""Samples that one step of long work handles: about a millisecond. Slower work handles a part of it, arrays more."""
+PIECE_NBYTES = 2 * 1024 * 1024
+"""Bytes of values that one step moves: a millisecond or less."""
+PAGE = 5 * PIECE // 2
 """Samples, keys or partitions in one reply to a list that comes in pages: some milliseconds."""
 
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from transfer_queue.calls import Turn
+from transfer_queue.calls import PIECE, Turn
 from transfer_queue.control.keys_and_tags import TagStore, unpacked_tags
 from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.rows import Rows
 from transfer_queue.control.tag_filter import TagFilter, parse_filter
 
-_PIECE = 256
+_COMPARED = PIECE // 8
 """Rows compared between two looks at the time: well below a millisecond."""
 
 
@@ -49,7 +49,7 @@ class FilteredSet(ReadySet):
         while self._unchecked.count:
             if not turn.has_time():
                 return False
-            rows = next(self._unchecked.blocks())[:_PIECE]
+            rows = next(self._unchecked.blocks())[:_COMPARED]
             packed = self._tags.packed(rows)
             self._unchecked.discard(rows)
             super().add(rows[self._matching(packed)])

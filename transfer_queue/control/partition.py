@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 
+from transfer_queue.calls import PIECE
 from transfer_queue.control.commits import Commits
 from transfer_queue.control.consumer import IN_HAND, Consumer
 from transfer_queue.control.groups import Groups
@@ -31,7 +32,7 @@ from transfer_queue.protocol import NO_INDEXES, FieldSpec, Indexes, Members, Tag
 _COUNTED = one_of(RowState.FREE, RowState.RESERVED_FREE, RowState.LIVE)
 _RESERVED = one_of(RowState.RESERVED, RowState.RESERVED_FREE)
 _CHUNK = 4096
-_PIECE = 65_536
+_OF_COLUMNS = 32 * PIECE
 _serials = itertools.count(1)
 
 
@@ -451,8 +452,8 @@ class Partition:
         if not self.consumers or not self.consumers.keys() >= set(tasks):
             return found[0]
         open_rows: Rows | None = None
-        for start in range(0, self.table.size, _PIECE):
-            rows = self._consumed_by_all(slice(start, start + _PIECE))
+        for start in range(0, self.table.size, _OF_COLUMNS):
+            rows = self._consumed_by_all(slice(start, start + _OF_COLUMNS))
             if not len(rows):
                 continue
             if open_rows is None:

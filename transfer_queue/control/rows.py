@@ -76,6 +76,7 @@ class PendingCopies(list["Callable[[PendingCopies], None]"]):
             self[-1](self)
             self.pop()  # not before, so that a copy that failed is tried again
 
+
 class RowTable:
     """Named columns of equal length that grow together, and shrink once half of the rows are dead.
 

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from transfer_queue.calls import PIECE
 from transfer_queue.control.consumer import Consumer
 from transfer_queue.control.draw import Task, foreign
 from transfer_queue.control.groups import COLUMNS
@@ -26,11 +27,9 @@ from transfer_queue.errors import CheckpointError
 from transfer_queue.protocol import Indexes, pack_indexes
 from transfer_queue.sampler.base import BaseSampler
 
-ROWS = 3000
-"""Rows of one slice: some milliseconds."""
-BATCHES = 1000
-"""Batches of each ledger in one slice: they take longer."""
-_PARTITION, _TASK = 100, 30
+ROWS, BATCHES = PIECE, PIECE // 3
+"""Rows, and batches of each ledger, of one slice. Batches take longer."""
+_PARTITION, _TASK = PIECE // 20, PIECE // 80
 """A partition, and each task in it, costs as much as so many rows."""
 _PREALLOCATED = one_of(RowState.FREE, RowState.RESERVED_FREE)
 """They are only counted: a restore makes others, because writers may have got their indexes since the save."""

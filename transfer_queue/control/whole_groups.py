@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from transfer_queue.calls import PIECE
 from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.rows import Rows, RowTable
 
-_STEP = 1024
+_STEP = PIECE // 2
 """Ready rows that are examined together, until there are enough groups for a round."""
 _NOT_WHOLE = -1
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from transfer_queue.calls import PIECE_NBYTES
 from transfer_queue.storage.unit.spill import SPILL_STEP_NBYTES, SpillFile
 from transfer_queue.storage.wire import (
     Allocate,
@@ -32,8 +33,6 @@ _TAIL_NBYTES, _TAIL_ROWS = 256 * 1024, 1 << 16
 _GROWTH = 4
 _TAIL_DEAD_NBYTES = 16 * 1024
 """So much of a tail may be dead, for where its rows die one by one, each move of the others would soon be in vain."""
-STEP_NBYTES = 2 * 1024 * 1024
-"""Bytes moved per step: a millisecond or less, during which no request is served."""
 
 
 class Block:
@@ -145,7 +144,7 @@ class HeldBlocks:
     def __init__(self, allocate: Allocate, file: SpillFile | None) -> None:
         """``allocate``: memory for blocks that are made from others here. ``file``: where blocks may be spilled."""
         self.allocate, self.file = allocate, file
-        self.step_nbytes = STEP_NBYTES
+        self.step_nbytes = PIECE_NBYTES
         """How much of a mostly dead block is moved at once."""
         self.held_nbytes = 0
         """Bytes of all buffers, including dead rows."""

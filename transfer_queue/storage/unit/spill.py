@@ -9,14 +9,14 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from transfer_queue.calls import PIECE, PIECE_NBYTES
 from transfer_queue.errors import ConfigError
 from transfer_queue.storage.messages import PAGE_NBYTES
 from transfer_queue.storage.unit.arena import Arena
 from transfer_queue.storage.wire import ByteArray, WireColumn
 
-SPILL_STEP_NBYTES = 512 * 1024
-"""Bytes written or read per step. A slow disk takes some milliseconds for them, during which no request is served."""
-_ROWS_PER_STEP = 128
+SPILL_STEP_NBYTES, _ROWS_PER_STEP = PIECE_NBYTES // 4, PIECE // 16
+"""Written or read per step. A slow disk takes some milliseconds for them, during which no request is served."""
 _SHARE_OF_DISK = 2
 """By default the file may take this fraction (one half) of the free disk."""
 FOLDER = "transfer_queue_ssd_offload"
