@@ -53,7 +53,7 @@ def main(folder: str = "runs") -> None:
     for share in (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8):
         found = {RUNS[name]: prompts_until(curve, share) for name, curve in curves.items()}
         if any(found.values()):
-            texts = (f"{prompts or 'more'} prompts with {label}" for label, prompts in found.items())
+            texts = (f"{prompts or 'more'} prompts ({label})" for label, prompts in found.items())
             print(f"{share:.0%} are solved after " + ", ".join(texts))
     picture = Path(folder) / "grpo_compared.png"
     draw(curves, picture)

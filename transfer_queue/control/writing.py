@@ -279,7 +279,7 @@ def _full(state: PlaneState, request: Writer, count: int, waited_s: float) -> p.
     text = (
         f"Storage capacity exceeded: {count} samples for partition {request.partition!r} waited "
         f"{waited_s:.1f} s for room, {state.room()} of {state.config.capacity} are free (total_storage_size). "
-        f"{held_up_by(state)}Clear consumed samples or partitions, raise it, or raise put_timeout_s."
+        f"Clear consumed samples or partitions, raise it, or raise put_timeout_s."
     )
     return p.Failed(request.id, StorageFullError.__name__, text)
 
@@ -299,14 +299,14 @@ def held_up_by(state: PlaneState) -> str:
     )  # fmt: skip
     if len(largest) < len(partitions) and text:
         text = f"in the {len(largest)} largest partitions, {text}"
-    said = f"{text[0].upper()}{text[1:]}. " if text else ""
+    said = f" {text[0].upper()}{text[1:]}." if text else ""
     for partition in state.partitions.values():
         groups = partition.groups
         left = 0 if groups is None else partition.num_heads_held - len(groups.live) - groups.num_fresh
         if left:
             said += (
-                f"{left:,} heads of groups that have left (rejected, failed, expired or stale) take room in partition "
-                f"{partition.name!r}: kv_clear the keys of those that you need no more. "
+                f" {left:,} heads of groups that have left (rejected, failed, expired or stale) take room in partition "
+                f"{partition.name!r}: kv_clear the keys of those that you need no more."
             )
     return said
 

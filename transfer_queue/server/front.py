@@ -190,11 +190,10 @@ class Front:
             return Outgoing(answer.envelope, p.encode(p.Failed(call.number, *to_wire(unsendable))))
 
     def _explained(self, reply: p.Failed) -> p.Failed:
-        """A unit without room does not know the tasks; the control plane knows which of them keep it full."""
+        """With the tasks that keep the queue full. A unit does not know them."""
         if self.plane is None or reply.code != StorageFullError.__name__:
             return reply
-        held_up_by = writing.held_up_by(self.plane.state).rstrip()
-        return reply if held_up_by in reply.text else p.Failed(reply.id, reply.code, f"{reply.text} {held_up_by}")
+        return p.Failed(reply.id, reply.code, reply.text + writing.held_up_by(self.plane.state))
 
     def _num_parked_puts(self) -> int:
         """How many puts wait for room, as far as this process knows."""

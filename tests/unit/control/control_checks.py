@@ -302,6 +302,18 @@ class CheckedPlane:
         assert all(partition.has(index, request.fields) for index in indexes), "atomic"
         assert set(reply.fields) == set(request.fields)
         assert tags_of(reply) == {i: partition.samples[i].tags for i in set(indexes) if partition.samples[i].tags}
+        self._check_batch(client, partition, request, reply, indexes)
+        if partition.sealed and not self.num_left(partition, request):
+            partition.view(request.task).last_drawn.add(request.where)
+
+    def num_left(self, partition: PartitionModel, request: Any) -> int:
+        """Samples that a fetch like this one would draw if they came, or had all fields."""
+        unmatched = partition.unmatched(request.task, request.fields, request.where)
+        return len(partition.undrawn(request.task)) - len(unmatched) + len(partition.held())
+
+    def _check_batch(
+        self, client: str, partition: PartitionModel, request: Any, reply: p.Batch, indexes: list[int]
+    ) -> None:
         view = partition.view(request.task)
         num_resets = view.num_resets
         assert not view.is_past_end(request, reply.batch_index), "who reads the same pass is told the same end"
@@ -399,10 +411,9 @@ class CheckedPlane:
             return
         assert reply.reason == "sealed"
         assert partition.sealed
-        if request.where not in view.ended:
+        if request.where not in view.ended and (reply.dropped or request.where not in view.last_drawn):
             ready = partition.ready(request.task, request.fields, request.where)
-            unmatched = partition.unmatched(request.task, request.fields, request.where)
-            assert reply.dropped == len(undrawn) - len(unmatched) + len(partition.held())
+            assert reply.dropped == self.num_left(partition, request)
             assert policy == "drop" or not ready, "only the policy drop leaves samples behind"
             assert not TASKS[request.task].exact or len(ready) < self.needed(request)
         view.ended.add(request.where)

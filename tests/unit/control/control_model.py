@@ -41,6 +41,8 @@ class View:
     ledger: dict[Key, Entry] = field(default_factory=dict)
     settled: set[Key] = field(default_factory=set)
     ended: set[str | None] = field(default_factory=set)
+    last_drawn: set[str | None] = field(default_factory=set)
+    """Filters whose last samples were drawn after the seal: their end may have come with that batch."""
     """Filters of fetches that were told the end of a sealed partition."""
     num_resets: int = 0
     ends: set[int] = field(default_factory=set)
@@ -69,6 +71,7 @@ class View:
             self.consumed.discard(index)
         if back:
             self.ended.clear()
+            self.last_drawn.clear()
 
     def settle(self, key: Key) -> None:
         del self.ledger[key]
@@ -92,6 +95,7 @@ class View:
         self.consumed.clear()
         self.given = {index: key for index, key in self.given.items() if key in self.ledger}
         self.ended.clear()
+        self.last_drawn.clear()
 
 
 FILTERS: dict[str | None, Callable[[dict[str, int]], bool]] = {
