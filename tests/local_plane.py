@@ -16,6 +16,7 @@ from transfer_queue.control.partition import Partition
 from transfer_queue.control.plane import ControlPlane
 from transfer_queue.control.rows import PUBLISHED, RowState
 from transfer_queue.control.state import PlaneConfig
+from transfer_queue.control.writing import held_up_by
 
 
 class To(NamedTuple):
@@ -55,6 +56,9 @@ class LocalPlane(ControlPlane):
 
     def received(self, client: str, numbers: Iterable[int]) -> None:
         self.calls.received(client, numbers)
+
+    def held_up_by(self) -> str:
+        return held_up_by(self.state)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the tables disagree."""

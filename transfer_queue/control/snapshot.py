@@ -65,6 +65,8 @@ class Snapshot:
         }
         self._frozen: dict[int, FrozenPartition] = {}
         for partition in self._partitions.values():
+            if partition.groups is not None:
+                partition.tags.catch_up()  # before a change of tags is one of what is saved
             partition.table.copies.append(self._copy)
         self._slices = planned(map(self._freeze, list(self._partitions)))
         self._next = next(self._slices, None)
@@ -172,7 +174,6 @@ class FrozenPartition:
         self._head: SavedPartition | None = None
         self._consumers: list[_FrozenConsumer] = []
         self._num_sections = 0
-        partition.tags.catch_up()
 
     @property
     def cost(self) -> int:

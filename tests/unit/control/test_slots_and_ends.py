@@ -14,7 +14,6 @@ from tests.unit.control.control_kit import load, refused, save
 from tests.unit.control.groups_kit import PART, TRAINER, Queue
 from transfer_queue import GroupSampler
 from transfer_queue import protocol as p
-from transfer_queue.control.writing import held_up_by
 
 
 def sealed(queue: Queue, partition: str = PART) -> None:
@@ -82,7 +81,7 @@ def test_a_full_queue_says_how_many_heads_of_groups_that_have_left_take_room():
     queue.add(3, ["actor"])
     for lease in queue.lease(count=2):
         queue.end(lease, "reject", "too easy")
-    said = held_up_by(queue.plane.state)
+    said = queue.plane.held_up_by()
     assert said.startswith(" 2 heads of groups that have left (rejected, failed, expired or stale) take room")
     assert f"in partition {PART!r}: kv_clear the keys" in said
 
