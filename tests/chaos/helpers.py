@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from importlib import import_module
+from itertools import chain
 from typing import Any
 
 import transfer_queue as tq
@@ -32,6 +34,12 @@ class Restorer(Role):
         self.note("restored", began=began)
 
 
+def _few_by_few(indexes: list[int]) -> Iterator[set[int]]:
+    """Memory is tight, and what is trained first makes room for the rest."""
+    for start in range(0, len(indexes), 8):
+        yield set(indexes[start : start + 8])
+
+
 class Mender(Role):
     """Values that were lost with a storage unit are put again, as often as it takes."""
 
@@ -40,13 +48,16 @@ class Mender(Role):
             for partition in self.client.get_partition_list():
                 try:
                     lost = self.client.get_lost_samples(partition)
-                    for name, indexes in lost.items():
-                        self._mend(partition, name, indexes)
+                    for some in _few_by_few(sorted(set(chain.from_iterable(lost.values())))):
+                        for name, indexes in lost.items():
+                            self._mend(partition, name, sorted(some.intersection(indexes)))
                 except (UnknownPartitionError, SampleClearedError, StorageFullError) as error:
                     self.note("not mended", text=str(error)[:200])
             time.sleep(0.1)
 
     def _mend(self, partition: str, field: str, indexes: list[int]) -> None:
+        if not indexes:
+            return
         every = self.client.get_meta(None, None, partition, mode="force_fetch")
         wanted = set(indexes)
         self._put(every.select_samples([at for at, index in enumerate(every.global_indexes) if index in wanted]), field)

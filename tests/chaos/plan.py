@@ -81,6 +81,10 @@ def make_plan(world: str, seed: int, length: float = 1.0, hosts: bool = False, d
     plan = Plan(world, seed, length, conf, actors, shape, (), disk_nbytes if disk and has_disk else None, hosts)
     events = sorted(_events(rng, plan, has_disk), key=lambda event: event.at)
     kept = [event for event in events if event.fault != "fill" or plan.disk_nbytes]
+    if world == "fits" and any(event.fault == "kill unit" for event in kept):
+        storage["capacity_bytes"] *= (
+            8  # a fit waits for the first samples, and full units can't take their values again
+        )
     return Plan(**{**plan.__dict__, "events": tuple(kept)})
 
 

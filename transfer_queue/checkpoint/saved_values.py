@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from itertools import chain, zip_longest
+from itertools import chain, pairwise, zip_longest
 from pathlib import Path
 
 import msgspec
@@ -27,7 +27,7 @@ from transfer_queue.checkpoint.files import (
 from transfer_queue.checkpoint.saved_state import SavedSamples, SavedState
 from transfer_queue.control.rows import positions_in
 from transfer_queue.control.saved import FORMAT, SavedQueue, decoded
-from transfer_queue.errors import CheckpointError
+from transfer_queue.errors import CheckpointError, StorageFullError
 from transfer_queue.protocol import by_row, runs_of, unpack_indexes
 from transfer_queue.storage.base import Places, StorageManager
 from transfer_queue.storage.wire import IntArray, PlacedColumns, Positions, WireColumn
@@ -35,7 +35,7 @@ from transfer_queue.transport.blocking import off_loop
 
 _FIRST_ROWS = 64
 _SHARE_OF_UNIT = 4
-"""A loaded chunk takes at most this fraction (a quarter) of a unit's memory, into which small puts may have gone."""
+"""A loaded chunk takes at most this fraction (a quarter) of a unit's memory."""
 
 
 # ---- saving ----
@@ -154,15 +154,28 @@ class SavedValues:
 
     async def put(self, storage: StorageManager, shift: int) -> NewPlaces:
         """Store everything, with ``shift`` added to every sample's index. Returns where the values lie."""
-        stored = NewPlaces()
-        most_nbytes = await _chunk_nbytes(storage)
+        stored, capacities = NewPlaces(), await _capacities(storage)
+
+        async def place(field: str, samples: IntArray, column: WireColumn) -> None:
+            """In halves where no unit has room for all of it: smaller puts may have filled them."""
+            is_cut = len(capacities) > 1 and len(samples) > 1
+            try:
+                indexes = (samples + shift).tolist()
+                units = await storage.store(indexes, {field: column}, **({"wait": False} if is_cut else {}))
+            except StorageFullError:
+                if not is_cut:
+                    raise
+                for start, stop in pairwise((0, len(samples) // 2, len(samples))):
+                    await place(field, samples[start:stop], column.slice(start, stop))
+            else:
+                if units is not None:
+                    stored.add(field, samples, by_row(units))
+
+        most_nbytes = min([READ_NBYTES, *(max(1, most // _SHARE_OF_UNIT) for most in capacities if most is not None)])
         for field, block in [(field, block) for (_, field), own in self.blocks.items() for block in own]:
             chunks = block.chunks(most_nbytes)
             while (chunk := await off_loop(next, chunks, None)) is not None:
-                samples, column = chunk
-                units = await storage.store((samples + shift).tolist(), {field: column})
-                if units is not None:
-                    stored.add(field, samples, by_row(units))
+                await place(field, *chunk)
         return stored
 
 
@@ -197,9 +210,9 @@ class NewPlaces:
         return pieces[0]
 
 
-async def _chunk_nbytes(storage: StorageManager) -> int:
-    capacities: list[int | None] = [getattr(unit, "capacity_bytes", None) for unit in await storage.stats()]
-    return min([READ_NBYTES, *(max(1, most // _SHARE_OF_UNIT) for most in capacities if most is not None)])
+async def _capacities(storage: StorageManager) -> list[int | None]:
+    """In bytes, of each unit."""
+    return [getattr(unit, "capacity_bytes", None) for unit in await storage.stats()]
 
 
 def _blocks(directory: Path, partition: PartitionFiles, saved: SavedSamples) -> dict[str, list[BlockReader]]:

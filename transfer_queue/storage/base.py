@@ -236,9 +236,13 @@ class StorageManager(ABC):
         packed = pack(data, bool(self.config.get("allow_pickle", False)))
         yield {name: [(slice(0, len(indexes)), column)] for name, column in packed.items()}
 
-    async def store(self, indexes: Sequence[int], columns: Mapping[str, WireColumn]) -> UnitRuns | None:
+    async def store(
+        self, indexes: Sequence[int], columns: Mapping[str, WireColumn], wait: bool = True
+    ) -> UnitRuns | None:
         """Store whole wire columns as ``stored`` yielded them; row i is the value of ``indexes[i]``.
 
+        Args:
+            wait: For room. False is only asked of storage in several units.
         Returns:
             Where the rows lie, as ``write`` does.
         """

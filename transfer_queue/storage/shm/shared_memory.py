@@ -148,15 +148,11 @@ class SharedMemoryManager(StorageManager):
     async def write(
         self, call: int, indexes: Sequence[int], columns: MemoryColumns, partition: str = "", fresh: bool = False
     ) -> UnitRuns | None:
-        return await self._write(call, indexes, columns, fresh, not fresh)
-
-    async def _write(
-        self, call: int, indexes: Sequence[int], columns: MemoryColumns, fresh: bool, stays: bool
-    ) -> UnitRuns | None:
         wanted = as_indexes(indexes)
         if not columns or not len(wanted):
             return None
-        return await self._writer(call, wanted, columns, time.monotonic() + self._put_timeout_s, fresh, stays).write()
+        deadline = time.monotonic() + self._put_timeout_s
+        return await self._writer(call, wanted, columns, deadline, fresh, not fresh).write()
 
     def written(self, call: int, units: UnitRuns | None) -> None:
         for unit in filter(None, (self._units.known(number) for number, _ in units or [(0, 0)])):
@@ -245,17 +241,21 @@ class SharedMemoryManager(StorageManager):
         finally:
             await result.close()
 
-    async def store(self, indexes: Sequence[int], columns: Mapping[str, WireColumn]) -> UnitRuns | None:
+    async def store(
+        self, indexes: Sequence[int], columns: Mapping[str, WireColumn], wait: bool = True
+    ) -> UnitRuns | None:
         from transfer_queue.storage.pack import BytesColumn
 
-        return await self._store(indexes, {name: BytesColumn(column) for name, column in columns.items()})
+        return await self._store(indexes, {name: BytesColumn(column) for name, column in columns.items()}, wait)
 
-    async def _store(self, indexes: Sequence[int], columns: MemoryColumns) -> UnitRuns | None:
+    async def _store(self, indexes: Sequence[int], columns: MemoryColumns, wait: bool = True) -> UnitRuns | None:
         if not columns or not len(indexes):
             return None
         call, caller = self.session.number(), self.session.caller
         try:
-            units = await self._write(call, indexes, columns, False, False)  # of a checkpoint: over all units
+            deadline = time.monotonic() + (self._put_timeout_s if wait else 0.0)
+            # Values of a checkpoint go to all units by turns.
+            units = await self._writer(call, as_indexes(indexes), columns, deadline, False, False).write()
         except SessionEndedError:
             self.session.renew(caller)
             raise

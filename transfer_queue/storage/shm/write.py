@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -185,16 +185,19 @@ class UnitWriter:
 
     async def _at_once(self, units: list[int]) -> None:
         """Write each piece to the first unit that has room now and no other piece. If too few units have room, try
-        with fewer pieces.
+        with fewer pieces, and then with smaller ones.
         """
         wanted, fewest = self._nums_pieces(units)
-        for num_pieces in range(wanted, fewest, -1):
+        failed: StorageFullError | None = None
+        for num_pieces in (*range(wanted, fewest - 1, -1), *_doubled(wanted, min(len(units), len(self.indexes)))):
             try:
                 await self._to_first_with_room(units, num_pieces)
                 return
-            except StorageFullError:
+            except StorageFullError as error:
                 await self._abort()
-        await self._to_first_with_room(units, fewest)
+                failed = failed if num_pieces > wanted else error
+        assert failed is not None, "there is one try at least"
+        raise failed
 
     async def _to_first_with_room(self, units: list[int], num_pieces: int) -> None:
         untried = iter(units)
@@ -250,6 +253,13 @@ async def abort(session: Session, directory: UnitDirectory, call: int, units: Se
     """Drop what this call wrote to these units."""
     for unit in filter(None, map(directory.known, units)):
         await session.post(unit.peer, Abort(session.number(), [call]))
+
+
+def _doubled(number: int, most: int) -> Iterator[int]:
+    """Twice as many, four times as many and so on, and at last ``most``."""
+    while number < most:
+        number = min(2 * number, most)
+        yield number
 
 
 def _nobody_takes_it(failed: TransferQueueError | None) -> TransferQueueError:
