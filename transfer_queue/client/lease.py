@@ -274,7 +274,9 @@ class Renewals:
         """End the thread. Idempotent."""
         self._closed.set()
         thread = self._thread
-        if thread is not None and self._pid == os.getpid() and thread is not threading.current_thread():
+        if thread is None or self._pid != os.getpid() or thread is threading.current_thread():
+            return
+        if thread.is_alive():  # one that another thread is about to start ends at once by itself
             thread.join(_JOIN_S)
 
     def _run(self) -> None:
