@@ -48,20 +48,19 @@ class Mender(Role):
             for partition in self.client.get_partition_list():
                 try:
                     lost = self.client.get_lost_samples(partition)
+                    every = self.client.get_meta(None, None, partition, mode="force_fetch") if lost else None
                     for some in _few_by_few(sorted(set(chain.from_iterable(lost.values())))):
                         for name, indexes in lost.items():
-                            self._mend(partition, name, sorted(some.intersection(indexes)))
+                            self._mend(every, partition, name, some.intersection(indexes))
                 except (UnknownPartitionError, SampleClearedError, StorageFullError) as error:
                     self.note("not mended", text=str(error)[:200])
             time.sleep(0.1)
 
-    def _mend(self, partition: str, field: str, indexes: list[int]) -> None:
-        if not indexes:
+    def _mend(self, every: Any, partition: str, field: str, wanted: set[int]) -> None:
+        if not wanted:
             return
-        every = self.client.get_meta(None, None, partition, mode="force_fetch")
-        wanted = set(indexes)
         self._put(every.select_samples([at for at, index in enumerate(every.global_indexes) if index in wanted]), field)
-        keys = [key for key in self.client.kv_retrieve_keys(indexes, partition) if key is not None]
+        keys = [key for key in self.client.kv_retrieve_keys(sorted(wanted), partition) if key is not None]
         if keys:  # heads of groups are no samples that a task could get
             self._put(self.client.kv_retrieve_meta(keys, partition, create=False), field)
 

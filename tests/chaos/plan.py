@@ -82,9 +82,8 @@ def make_plan(world: str, seed: int, length: float = 1.0, hosts: bool = False, d
     events = sorted(_events(rng, plan, has_disk), key=lambda event: event.at)
     kept = [event for event in events if event.fault != "fill" or plan.disk_nbytes]
     if world == "fits" and any(event.fault == "kill unit" for event in kept):
-        storage["capacity_bytes"] *= (
-            8  # a fit waits for the first samples, and full units can't take their values again
-        )
+        # A fit waits for the first samples, and full units can't take their values again.
+        storage["capacity_bytes"] *= 8
     return Plan(**{**plan.__dict__, "events": tuple(kept)})
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from itertools import chain, pairwise, zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 
 import msgspec
@@ -161,12 +161,13 @@ class SavedValues:
             is_cut = len(capacities) > 1 and len(samples) > 1
             try:
                 indexes = (samples + shift).tolist()
-                units = await storage.store(indexes, {field: column}, **({"wait": False} if is_cut else {}))
+                units = await storage.store(indexes, {field: column}, wait=not is_cut)
             except StorageFullError:
                 if not is_cut:
                     raise
-                for start, stop in pairwise((0, len(samples) // 2, len(samples))):
-                    await place(field, samples[start:stop], column.slice(start, stop))
+                half = len(samples) // 2
+                await place(field, samples[:half], column.slice(0, half))
+                await place(field, samples[half:], column.slice(half, len(samples)))
             else:
                 if units is not None:
                     stored.add(field, samples, by_row(units))

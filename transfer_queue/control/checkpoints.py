@@ -14,7 +14,6 @@ from transfer_queue.calls import Call, Holding, Until, Wait
 from transfer_queue.control import group_loading
 from transfer_queue.control.freezes import FrozenSamples
 from transfer_queue.control.lifecycle import cleared
-from transfer_queue.control.partition import Partition
 from transfer_queue.control.restoring import Restored, check_fits
 from transfer_queue.control.rows import MAX_INDEX, positions_in
 from transfer_queue.control.saved import decode, saved_indexes
@@ -149,10 +148,9 @@ class Restoring(Holding):
         old = [p.NO_INDEXES]
         for partition in state.partitions.values():
             old.append(partition.drop())
-            state.discard(partition)
-        state.calls.later(_freeing(list(state.partitions.values())))
+        state.discard_all(state.partitions)
         state.partitions, state.tasks = restored.partitions, restored.tasks
-        state.allocator = restored.allocator
+        state.allocator, state.incarnations = restored.allocator, restored.incarnations
         group_loading.restored(state, restored.versions, restored.next_lease)
         for number, (staged, used) in self._used.items():
             state.calls.take(self._client, number, Staged)
@@ -188,13 +186,6 @@ def restore(state: PlaneState, call: Call, request: p.Restore) -> p.Reply:
     state.everything_changed()
     state.waits.wake(WRITERS)
     return cleared(state, call, state.freezes.keep(old))
-
-
-def _freeing(gone: list[Partition]) -> Iterator[None]:
-    """Frees partitions one by one, because all at once take long."""
-    while gone:
-        del gone[-1]
-        yield
 
 
 def _restoring(state: PlaneState, client: str, number: int) -> Restoring:

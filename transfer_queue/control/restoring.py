@@ -40,14 +40,14 @@ def recut(whole: SavedQueue) -> Iterator[SavedQueue]:
 
 
 class Restored:
-    """``partitions``, ``tasks`` and ``allocator`` of the plane to be, once all slices are in."""
+    """``partitions``, ``tasks``, ``allocator`` and ``incarnations`` of the plane to be, once all slices are in."""
 
     def __init__(self, state: PlaneState, shift: int, now: float) -> None:
         self.partitions: dict[str, Partition] = {}
         self.allocator = IndexAllocator()
         self._state, self._shift, self._now = state, shift, now
         self._head: SavedQueue | None = None
-        self._number = 0
+        self.incarnations = 0
         self._given: dict[str, Counter[int]] = {}
         """Samples of each batch by task, in the partition that is being loaded."""
 
@@ -56,9 +56,7 @@ class Restored:
         with _contradictions():
             if self._head is None:
                 self._head = saved
-                # A number that is in no token: acks of batches that were drawn since the save must not match here.
-                self._number = max(self._state.incarnations, saved.incarnations) + 1 + self._state.config.server
-                self._state.incarnations = self._number
+                self._take_number(saved)
             for each in saved.partitions:
                 self._add(each)
 
@@ -115,6 +113,10 @@ class Restored:
             raise ValueError(f"partition {saved.name!r} lacks less than nothing")
         return partition
 
+    def _take_number(self, saved: SavedQueue) -> None:
+        """One that is in no token: acks of batches that were drawn since the save must not match here."""
+        self.incarnations = max(self._state.incarnations, saved.incarnations) + 1 + self._state.config.server
+
     def _is_whole(self) -> None:
         """All rows of the last partition are in. Raises ValueError for contradictions between its slices."""
         for partition in itertools.islice(reversed(self.partitions.values()), 1):
@@ -123,7 +125,7 @@ class Restored:
                     raise ValueError(
                         f"batches of task {task!r} in partition {partition.name!r} are others than its samples say"
                     )
-            partition.restored_as(self._number)
+            partition.restored_as(self.incarnations)
         self._given = {}
 
     def _name(self, partition: Partition, saved: SavedPartition, index: Indexes) -> None:
@@ -156,6 +158,10 @@ class Restored:
         with _contradictions():
             self._is_whole()
             self._check()
+            if state.incarnations >= self.incarnations:  # another restore came first, or new partitions
+                self._take_number(saved)
+                for partition in self.partitions.values():
+                    partition.restored_as(self.incarnations)
             self.allocator.next_index += state.config.gap
             for partition in self.partitions.values():
                 if partition.missing_free:
@@ -176,8 +182,7 @@ class Restored:
 
     def drop(self) -> None:
         """Discard what was built."""
-        for partition in self.partitions.values():
-            self._state.discard(partition)
+        self._state.discard_all(self.partitions)
 
 
 def check_fits(state: PlaneState, count: int) -> None:

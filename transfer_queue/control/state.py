@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -175,6 +176,12 @@ class PlaneState:
             self._discarded.append(partition)
             self.tidy()
 
+    def discard_all(self, partitions: dict[str, Partition]) -> None:
+        """Free all of them one by one, because all at once take long."""
+        for partition in partitions.values():
+            self.discard(partition)
+        self.calls.later(_freeing(list(partitions.values())))
+
     def tidy(self) -> None:
         """Begin to free what was discarded, unless snapshots may still read it."""
         while self._discarded and not self.snapshots:
@@ -196,6 +203,12 @@ class PlaneState:
         """The number of samples that may still be inserted."""
         capacity = MAX_INDEX if self.config.capacity is None else self.config.capacity
         return capacity - self.allocator.num_used
+
+
+def _freeing(gone: list[Partition]) -> Iterator[None]:
+    while gone:
+        del gone[-1]
+        yield
 
 
 def ended(wait: Wait, has_turn: bool) -> Reply:

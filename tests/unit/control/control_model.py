@@ -41,9 +41,9 @@ class View:
     ledger: dict[Key, Entry] = field(default_factory=dict)
     settled: set[Key] = field(default_factory=set)
     ended: set[str | None] = field(default_factory=set)
+    """Filters of fetches that were told the end of a sealed partition."""
     last_drawn: set[str | None] = field(default_factory=set)
     """Filters whose last samples were drawn after the seal: their end may have come with that batch."""
-    """Filters of fetches that were told the end of a sealed partition."""
     num_resets: int = 0
     ends: set[int] = field(default_factory=set)
     received: tuple[int, set[int]] = field(default_factory=lambda: (0, set()))

@@ -11,7 +11,7 @@ import pytest
 
 from tests.local_plane import tags_of
 from tests.unit.control.control_kit import load, refused, save
-from tests.unit.control.groups_kit import PART, TRAINER, Queue
+from tests.unit.control.groups_kit import FEEDER, PART, TRAINER, Queue
 from transfer_queue import GroupSampler
 from transfer_queue import protocol as p
 
@@ -81,6 +81,7 @@ def test_a_full_queue_says_how_many_heads_of_groups_that_have_left_take_room():
     queue.add(3, ["actor"])
     for lease in queue.lease(count=2):
         queue.end(lease, "reject", "too easy")
+    refused(queue.ask(FEEDER, p.Insert, "other", 1, wait_s=0.0), "StorageFullError")
     said = queue.plane.held_up_by()
     assert said.startswith(" 2 heads of groups that have left (rejected, failed, expired or stale) take room")
     assert f"in partition {PART!r}: kv_clear the keys" in said

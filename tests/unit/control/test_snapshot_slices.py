@@ -18,6 +18,7 @@ from control_kit import (
     chores,
     clear,
     clear_consumed,
+    fetch,
     indexes,
     new_plane,
     put,
@@ -234,19 +235,34 @@ def test_what_is_restored_in_slices_is_what_was_saved(data, saved_whole):
         assert lasting(whole(other)) == lasting(whole(plane))
 
 
+def test_a_restore_while_partitions_are_made_gives_its_batches_tokens_that_none_of_them_has(plane, make_plane):
+    put(plane, 20)
+    parts, tokens = parts_of(plane), set()
+    for makes in (False, True):
+        other = make_plane()
+        begun = restore_parts(other, parts)
+        if makes:
+            ask(other, ACTOR, p.CreatePartition, "q", 1)
+            ask(other, ACTOR, p.CreatePartition, "r", 1)
+        assert isinstance(ask(other, SAVER, p.Restore, parts[-1], 0, begun), p.Cleared)
+        tokens.add(fetch(other, 2, 0, 0).token)
+        other.check_invariants()
+    assert len(tokens) == 2
+
+
 def test_a_restore_that_is_cancelled_or_whose_client_ends_leaves_the_queue_as_it_was(plane, make_plane):
     register(plane)
     put(plane, 20)
     parts, other = parts_of(plane), make_plane()
     put(other, 2, partition="q")
-    before = [lasting(each) for each in parts_of(other)]
+    before = parts_of(other)
     begun = restore_parts(other, parts, 10)
     assert cancel(other, SAVER, p.Done(begun))[0] == "undone"
     refused(ask(other, SAVER, p.Restore, parts[-1], 10, begun), "CheckpointError", "no restore under way")
     begun = restore_parts(other, parts, 10)
     other.client_gone(SAVER, 0.0)
     refused(ask(other, SAVER, p.Restore, parts[-1], 10, begun), "CheckpointError", "no restore under way")
-    assert [lasting(each) for each in parts_of(other)] == before
+    assert parts_of(other) == before
     assert chores(other) == []
 
 
