@@ -48,7 +48,7 @@ class Shelf(storage.StorageManager):
 
 @pytest.fixture
 def own(queue: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tq.TransferQueueClient]:
-    monkeypatch.setattr(backends, "_managers", dict(backends._managers))
+    monkeypatch.setattr(backends, "_table", backends._table.copy())
     backends.StorageManagerFactory.register("Shelf")(Shelf)
     client = tq.TransferQueueClient("own", queue.controller.zmq_info)
     client.initialize_storage_manager("Shelf", queue.backend.SimpleStorage)

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Storage backends by name, in client and server, and how their sections of the configuration are read.
 
-Tables say for a backend which manager a client makes, and what starts its servers, if it has any. Another one has the
-clients of key-value stores by the names that sections give them.
+One table says for a backend which manager a client makes, and what starts its servers, if it has any. Clients of
+key-value stores have entries of their own, by the names that sections give them.
 """
 
 from __future__ import annotations
 
 import difflib
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from transfer_queue.errors import UnknownBackendError
 from transfer_queue.storage.base import StorageKVClient, StorageManager
@@ -18,43 +20,55 @@ from transfer_queue.transport.session import Session
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
 Made = TypeVar("Made", bound=Callable[..., Any])
-Table: TypeAlias = dict[str, Any]
-"""By name, what is made or called, or its ``module:name``."""
 _HERE = "transfer_queue.storage:"
 _CLIENTS = "transfer_queue.storage.clients."
 
-_managers: Table = {
-    "SimpleStorage": _HERE + "SimpleStorageManager",
+
+@dataclass(slots=True)
+class _Entry:
+    """What has this name: each a class or function, or its ``module:name``; None: there is none.
+
+    ``manager``: what a client of the queue makes. ``client``: of a key-value store. ``provider``: starts servers.
+    """
+
+    manager: Any = None
+    client: Any = None
+    provider: Any = None
+
+
+_table: defaultdict[str, _Entry] = defaultdict(_Entry, {
+    "SimpleStorage": _Entry(_HERE + "SimpleStorageManager"),
     # The former name of the first backend; configurations still use it.
-    "AsyncSimpleStorageManager": _HERE + "AsyncSimpleStorageManager",
-    "RayStore": _HERE + "RayStorageManager",
-    "MooncakeStore": _HERE + "MooncakeStorageManager",
-    "Yuanrong": _HERE + "YuanrongStorageManager",
-}
-_clients: Table = {name: _HERE + name for name in ("RayStorageClient", "MooncakeStoreClient", "YuanrongStorageClient")}
-_providers: Table = {
-    "RayStore": _CLIENTS + "ray_client:start_store",
-    "MooncakeStore": _CLIENTS + "mooncake_client:start_store",
-    "Yuanrong": _HERE + "YuanrongStorageClient",  # which only says why not
-}
+    "AsyncSimpleStorageManager": _Entry(_HERE + "AsyncSimpleStorageManager"),
+    "RayStore": _Entry(_HERE + "RayStorageManager", provider=_CLIENTS + "ray_client:start_store"),
+    "MooncakeStore": _Entry(_HERE + "MooncakeStorageManager", provider=_CLIENTS + "mooncake_client:start_store"),
+    # Its provider only says why not.
+    "Yuanrong": _Entry(_HERE + "YuanrongStorageManager", provider=_HERE + "YuanrongStorageClient"),
+    **{name: _Entry(client=_HERE + name)
+       for name in ("RayStorageClient", "MooncakeStoreClient", "YuanrongStorageClient")},
+})  # fmt: skip
 _OF_UNITS = ("SimpleStorage", "AsyncSimpleStorageManager")
 
 
-def _register(table: Table, name: str, base: type | None = None) -> Callable[[Made], Made]:
+def _register(part: str, name: str, base: type | None = None) -> Callable[[Made], Made]:
     """Decorator: add to the table. Raises TypeError for what is no subclass of ``base``."""
 
     def add(made: Made) -> Made:
         if base is not None and not (isinstance(made, type) and issubclass(made, base)):
             raise TypeError(f"{made!r} can't be registered as {name!r}: it is no {base.__name__} subclass")
-        table[name] = made
+        setattr(_table[name], part, made)
         return made
 
     return add
 
 
-def _find(table: Table, name: str) -> Any | None:
-    found = table.get(name)
+def _find(part: str, name: str) -> Any | None:
+    found = getattr(_table.get(name), part, None)
     return resolve_name(found) if isinstance(found, str) else found
+
+
+def _names(part: str) -> list[str]:
+    return sorted(name for name, entry in _table.items() if getattr(entry, part) is not None)
 
 
 class StorageManagerFactory:
@@ -67,7 +81,7 @@ class StorageManagerFactory:
         Raises:
             TypeError: the class is not a ``StorageManager``.
         """
-        return _register(_managers, manager_type, StorageManager)
+        return _register("manager", manager_type, StorageManager)
 
     @staticmethod
     def create(
@@ -93,7 +107,7 @@ class StorageClientFactory:
         Raises:
             TypeError: the class is not a ``StorageKVClient``.
         """
-        return _register(_clients, client_type, StorageKVClient)
+        return _register("client", client_type, StorageKVClient)
 
     @staticmethod
     def create(client_type: str, config: Mapping[str, Any]) -> StorageKVClient:
@@ -102,9 +116,9 @@ class StorageClientFactory:
         Raises:
             UnknownBackendError: no client has this name; a ValueError, too.
         """
-        made = _find(_clients, client_type)
+        made = _find("client", client_type)
         if made is None:
-            raise UnknownBackendError(f"Unknown StorageClient {client_type!r}. Known: {', '.join(sorted(_clients))}.")
+            raise UnknownBackendError(f"Unknown StorageClient {client_type!r}. Known: {', '.join(_names('client'))}.")
         client: StorageKVClient = made(config)
         return client
 
@@ -119,22 +133,22 @@ class StorageBootstrapProvider:
     @staticmethod
     def register_provider(name: str) -> Callable[[Made], Made]:
         """Decorator: call this function when a queue with this backend starts."""
-        return _register(_providers, name)
+        return _register("provider", name)
 
     @staticmethod
     def get_provider(name: str) -> Callable[[Any], Any] | None:
         """The backend's provider; None if it needs none."""
-        return _find(_providers, name)
+        return _find("provider", name)
 
 
 def resolve(name: str) -> type[StorageManager]:
     """Return the class of this backend."""
-    found: type[StorageManager] | None = _find(_managers, name)
+    found: type[StorageManager] | None = _find("manager", name)
     if found is None:
-        near = difflib.get_close_matches(str(name), _managers, n=1, cutoff=0.4)
+        near = difflib.get_close_matches(str(name), _names("manager"), n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise UnknownBackendError(
-            f"no storage backend {name!r}.{hint} Known: {', '.join(sorted(_managers))}. A backend of your own must be "
+            f"no storage backend {name!r}.{hint} Known: {', '.join(_names('manager'))}. A backend of your own must be "
             f"registered in this process, too: import its module first."
         )
     return found
@@ -147,7 +161,7 @@ def is_of_units(name: str) -> bool:
 
 def path_of(name: str) -> str | None:
     """``module:class`` of this backend for another process; None if no other process can import it."""
-    found = _managers[name]
+    found = _table[name].manager
     if isinstance(found, str):
         return found
     importable = found.__module__ != "__main__" and "<locals>" not in found.__qualname__
@@ -156,7 +170,8 @@ def path_of(name: str) -> str | None:
 
 def adopt(name: str, path: str) -> None:
     """Make a backend known that another process has registered."""
-    _managers.setdefault(name, path)
+    if _table[name].manager is None:
+        _table[name].manager = path
 
 
 def section_of(backend: Mapping[str, Any]) -> Any:

@@ -87,7 +87,7 @@ def test_a_section_may_be_null():
 
 
 def test_a_provider_is_found_by_the_backend_s_name(monkeypatch):
-    monkeypatch.setattr(backends, "_providers", dict(backends._providers))
+    monkeypatch.setattr(backends, "_table", backends._table.copy())
     assert StorageBootstrapProvider.get_provider("Mine") is None
     provider = StorageBootstrapProvider.register_provider("Mine")(lambda conf: None)
     assert StorageBootstrapProvider.get_provider("Mine") is provider

@@ -45,7 +45,7 @@ def test_an_unknown_name_is_told_the_nearest_known_one(session):
 
 @pytest.fixture
 def own(monkeypatch):
-    monkeypatch.setattr(backends, "_managers", dict(backends._managers))
+    monkeypatch.setattr(backends, "_table", backends._table.copy())
 
     @backends.StorageManagerFactory.register("Own")
     class Own(storage.StorageManager):
