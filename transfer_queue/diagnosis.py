@@ -15,11 +15,14 @@ from typing import Any
 
 import msgspec
 
-from transfer_queue.finding import Finding, age, states_of
+from transfer_queue.finding import Finding, age, counted, in_bytes, states_of
 from transfer_queue.protocol import NotReady
 
 Numbers = Mapping[str, Any]
-_CLEAR = "clear consumed samples or partitions"
+CLEAR = "clear consumed samples or partitions"
+TOTAL, MEMORY = "total_storage_size", "memory"
+"""Settings that bound a queue."""
+_RESTART: tuple[str, ...] = ("look at their output", "restart them")
 _CLEARED = "cleared (clear_consumed, clear_partition)"
 _FULL_FROM = 0.95
 """Share of the memory."""
@@ -67,12 +70,6 @@ def is_internal(name: str | None) -> bool:
     return name is not None and name.startswith("_")
 
 
-def end_of_producer(end: Numbers) -> tuple[str, ...]:
-    """What is known of the last one of some producers to die: client, process and exit, the last line of its output."""
-    line = end.get("last_line")
-    return tuple(filter(None, (f"last client {end['client']}", end.get("how"), f"which said {line!r}" if line else "")))
-
-
 def not_ready(reply: NotReady, task: str, partition: str, fields: Iterable[str], waited_s: float) -> Finding:
     """A fetch that got no batch."""
     asked = {"task": task, "partition": partition, "fields": list(fields), "waited_s": waited_s}
@@ -95,11 +92,11 @@ def keepers(partitions: Iterable[tuple[int, Mapping[str, tuple[int, int]]]]) -> 
         unread += 0 if tasks else samples
         done += max(0, samples - sum(map(sum, tasks.values()))) if tasks else 0  # or more: tasks may keep the same ones
     clauses = [
-        f"task {task!r} has not {done_with} {_counted(count)}"
+        f"task {task!r} has not {done_with} {counted(count)}"
         for done_with, counter in kept.items() for task, count in counter.most_common(2) if count
     ]  # fmt: skip
-    clauses += [f"no task reads {_counted(unread)}"] if unread else []
-    clauses += [f"at least {_counted(done)} {_be(done)} consumed and not {_CLEARED}"] if done else []
+    clauses += [f"no task reads {counted(unread)}"] if unread else []
+    clauses += [f"at least {counted(done)} {_be(done)} consumed and not {_CLEARED}"] if done else []
     return tuple(clauses)
 
 
@@ -110,7 +107,7 @@ def _wrong(stats: Numbers, units_error: str | None) -> Iterator[Finding]:
         if field and not end.get("planned"):
             yield _gone(name, field, partition, end)
         for field, count in partition["lost"].items():
-            what, lost = f"{_counted(count)} of {name!r}", (f"lost {field!r} with a storage unit",)
+            what, lost = f"{counted(count)} of {name!r}", (f"lost {field!r} with a storage unit",)
             yield Finding(kind="lost", names=(name, field), what=what, held_up_by=lost, to_do=put_again(name))
     for at, unit in enumerate(stats["lost_units"]):
         before = stats["lost_units"][:at].count(unit)  # a unit may come again under its name, and end again
@@ -134,12 +131,12 @@ def _full(stats: Numbers, puts: Sequence[Finding]) -> Iterator[Finding]:
     if not blocked and not (capacity and used >= capacity) and not (most and held >= _FULL_FROM * most):
         return
     holds = (
-        f"{used:,} of {_counted(capacity)}" if capacity else "",
-        f"{_bytes(held)} of {_bytes(most)}" if most else "",
+        f"{used:,} of {counted(capacity)}" if capacity else "",
+        f"{in_bytes(held)} of {in_bytes(most)}" if most else "",
     )
     number = len(blocked)
     waits = _puts_wait(number) if number else ""
-    to_do = blocked[0].to_do if blocked else (_CLEAR,)
+    to_do = blocked[0].to_do if blocked else (CLEAR,)
     yield Finding(
         kind="full", what="the queue", age_s=max((each.age_s or 0.0 for each in blocked), default=None), to_do=to_do,
         held_up_by=("is full", *filter(None, (*holds, waits)), *stats["keepers"], *_idle(stats)),
@@ -165,10 +162,42 @@ def _idle(stats: Numbers) -> Iterator[str]:
 
 def _gone(name: str, field: str, partition: Numbers, end: Numbers) -> Finding:
     lacking = partition["samples"] - partition.get("produced", {}).get(field, partition["samples"])
-    lack = (f"{_counted(lacking)} of {name!r} lack{'s' * (lacking == 1)} it",) if lacking else ()
-    died = ("have died", *(end_of_producer(end) if end else ()), *lack, f"readers of {name!r} get an error")
-    what, to_do = f"all producers of {field!r}", ("look at their output", "restart them")
-    return Finding(kind="gone", names=(name,), what=what, held_up_by=died, to_do=to_do)
+    lack = (f"{counted(lacking)} of {name!r} lack{'s' * (lacking == 1)} it",) if lacking else ()
+    what, *died = _died(field, end)
+    died += (*lack, f"readers of {name!r} get an error")
+    return Finding(kind="gone", names=(name,), what=what, held_up_by=tuple(died), to_do=_RESTART)
+
+
+def without_producers(task: str, partition: str, field: str, facts: Numbers) -> Finding:
+    """A fetch that got an error, because nobody produces this field any more.
+
+    Args:
+        facts: ``end`` of its last producer, if it is known; how many samples have ``lost`` fields with a storage unit;
+            whether there are ``groups``, and how many of them are ``waiting`` for workers; ``grace_s``.
+    """
+    what, have_died, *died = _died(field, facts["end"])
+    count, to_do = facts["waiting"], _RESTART
+    if facts["lost"]:
+        died += _losses(facts)
+        to_do = (*put_again(partition), *["reject them, which frees their slots"] * facts["groups"])
+    elif count:
+        died.append(
+            f"{count:,} group{'s wait' if count != 1 else ' waits'} for a worker and will not be lost: new workers may "
+            f"lease from {partition!r} at any time"
+        )
+        longer = f"to have training wait longer for them, raise controller.producer_grace_s ({facts['grace_s']:g} s)"
+        to_do = (*_RESTART, longer)
+    return Finding(
+        kind="gone", names=(partition,), what=f"task {task!r}", waits_for=f"samples of {partition!r}",
+        held_up_by=(f"{what} {have_died}", *died), to_do=to_do,
+    )  # fmt: skip
+
+
+def _died(field: str, end: Numbers) -> tuple[str, ...]:
+    """What is known of the last producer: client, process and exit, the last line of its output."""
+    line = end.get("last_line")
+    last = (f"last client {end['client']}", end.get("how"), f"which said {line!r}" if line else "") if end else ()
+    return f"all producers of {field!r}", "have died", *filter(None, last)
 
 
 def put_again(partition: str) -> tuple[str, ...]:
@@ -187,11 +216,7 @@ def _wait(stats: Numbers, waiting: Numbers) -> Finding:
     if "workers" in waiting:
         return _lease(stats, waiting)
     if "keys" in waiting:
-        keys = f"{waiting['wanted'] or 'changed'} {waiting['keys'].replace('keys', f'keys of {name!r}', 1)}"
-        return Finding(
-            kind="keys", names=(client, name), what=f"a wait for keys of {client}", waits_for=keys,
-            age_s=waiting["waited_s"], to_do=("check the producers",), client=client,
-        )  # fmt: skip
+        return no_keys(client, name, waiting["wanted"], waiting["keys"], waiting["waited_s"])
     partition = stats["partitions"].get(name)
     if partition is None:
         return _fetch({**waiting, "elsewhere": _held(stats)})
@@ -202,6 +227,23 @@ def _wait(stats: Numbers, waiting: Numbers) -> Finding:
         "groups": partition.get("groups", {}), "producers": stats.get("producers", {}),
     }  # fmt: skip
     return _fetch({**waiting, **own, **({} if partition["put_total"] else {"last_published_s": None})})
+
+
+def no_keys(
+    client: str, partition: str | None, wanted: int | None, keys: str, waited_s: float, held_up_by: Iterable[str] = ()
+) -> Finding:
+    """A wait, or one in vain, for so many keys of a partition, or for changed ones. ``keys``: see ``keys_where``."""
+    them = f"key{'s' * (wanted != 1)} of {partition!r}"
+    return Finding(
+        kind="keys", names=(client, partition), what=f"a wait for keys of {client}", age_s=waited_s, client=client,
+        waits_for=f"{wanted or 'changed'} {keys.replace('keys', them, 1)}",
+        held_up_by=tuple(held_up_by), to_do=("check the producers", "wait longer (timeout_s)"),
+    )  # fmt: skip
+
+
+def keys_where(where: str | None) -> str:
+    """Keys that match this filter, in words."""
+    return "keys" if where is None else f"keys where {where}"
 
 
 def _given(partition: Numbers, lacking: Iterable[str]) -> list[str]:
@@ -215,7 +257,7 @@ def _given(partition: Numbers, lacking: Iterable[str]) -> list[str]:
 def holds(partitions: Iterator[tuple[str, int, bool]]) -> str:
     """What is in the queue instead of a partition: names of others, their samples, and whether they are sealed."""
     first = islice(partitions, _MOST_LISTED)
-    listed = [f"{name!r} ({_counted(samples)}{', sealed' * sealed})" for name, samples, sealed in first]
+    listed = [f"{name!r} ({counted(samples)}{', sealed' * sealed})" for name, samples, sealed in first]
     others = " and others" if next(partitions, None) is not None else ""
     return f"holds {', '.join(listed)}{others}" if listed else "is empty"
 
@@ -223,45 +265,70 @@ def holds(partitions: Iterator[tuple[str, int, bool]]) -> str:
 def _put(stats: Numbers, waiting: Numbers) -> Finding:
     client, nbytes = waiting["client"], waiting.get("wanted_nbytes")
     if nbytes is None:
-        what, size, setting = _samples_of(waiting), stats["capacity"], "total_storage_size"
+        what, size, setting = samples_of(waiting.get("wanted"), waiting["partition"]), stats["capacity"], TOTAL
     else:
         limits = [unit["capacity_bytes"] for unit in stats["units"]]
-        what, size, setting = _bytes(nbytes), _bytes(sum(limits)) if _all(limits) else None, "memory"
-    room = f"room for {what}" if size is None else f"room for {what} in a queue of {size}"
-    found = Finding(
-        kind="put", names=(client,), what=f"a put of {client}", waits_for=room, age_s=waiting.get("waited_s"),
-        held_up_by=stats["keepers"], client=client,
-        to_do=(*_freeing(stats), f"raise {setting}", "raise put_timeout_s"),
-    )  # fmt: skip
+        what, size, setting = in_bytes(nbytes), in_bytes(sum(limits)) if _all(limits) else None, MEMORY
+    room = what if size is None else f"{what} in a queue of {size}"
+    found = no_room(client, room, setting, waiting.get("waited_s"), stats["keepers"], _freeing(stats))
     savers = tuple(f"client {name} saves one" for name, held in stats["clients"].items() if held.get("freezes"))
     if savers and nbytes is None and (size is None or stats["used"] + (waiting["wanted"] or 0) <= size):
         return replace(found, waits_for=f"a checkpoint, before it replaces {what}", held_up_by=savers, to_do=())
     return found
 
 
-def _lease(stats: Numbers, waiting: Numbers) -> Finding:
-    """Workers without work. That is usual where training is slower, so there is nothing to do."""
-    count, name, where = waiting["workers"], waiting["partition"], waiting["where"]
+def no_room(
+    client: str, what: str, setting: str, waited_s: float | None, held_up_by: Iterable[str],
+    freeing: Iterable[str] = (CLEAR,),
+) -> Finding:  # fmt: skip
+    """A put that waits, or waited in vain, for room for ``what``, which the setting bounds."""
     return Finding(
-        kind="lease", names=(name, waiting["client"]), what=f"{count:,} worker{'s' * (count != 1)}",
-        waits_for=f"a group of {name!r}{f' where {where}' if where else ''} to work on", age_s=waiting["waited_s"],
-        held_up_by=tuple(dict.fromkeys(_no_work(stats, waiting))), client=waiting["client"],
+        kind="put", names=(client,), what=f"a put of {client}", waits_for=f"room for {what}", age_s=waited_s,
+        held_up_by=tuple(held_up_by), client=client, to_do=(*freeing, f"raise {setting}", "raise put_timeout_s"),
     )  # fmt: skip
 
 
-def _no_work(stats: Numbers, waiting: Numbers) -> Iterator[str]:
-    if not waiting["partitions"]:
-        yield f"there is no such partition in the queue, which {_held(stats)}"
-    for partition in waiting["partitions"]:
-        groups = stats["partitions"].get(partition, {}).get("groups")
+def _lease(stats: Numbers, waiting: Numbers) -> Finding:
+    """Workers without work. That is usual where training is slower, so there is nothing to do."""
+    count, groups = waiting["workers"], {name: stats["partitions"].get(name, {}) for name in waiting["partitions"]}
+    workers = f"{count:,} worker{'s' * (count != 1)}"
+    found = no_work(
+        waiting["client"], waiting["partition"], waiting["where"], waiting["waited_s"],
+        {name: own.get("groups") or {} for name, own in groups.items()}, _held(stats),
+    )  # fmt: skip
+    return replace(found, what=workers, to_do=())
+
+
+def no_work(
+    client: str, names: str, where: str | None, waited_s: float, groups: Mapping[str, Numbers], held: str
+) -> Finding:
+    """A worker that waits, or waited in vain, for a group of these partitions to lease.
+
+    Args:
+        groups: Numbers of the groups of each partition that is there.
+        held: What the queue holds instead, if none is.
+    """
+    return Finding(
+        kind="lease", names=(names, client), what=f"worker {client}", age_s=waited_s, client=client,
+        waits_for=f"a group of {names!r}{f' where {where}' if where else ''} to work on",
+        held_up_by=tuple(dict.fromkeys(_no_work(where, groups, held))),
+        to_do=("add groups", "look at the trainer", "wait longer (timeout_s)"),
+    )  # fmt: skip
+
+
+def _no_work(where: str | None, of_partitions: Mapping[str, Numbers], held: str) -> Iterator[str]:
+    if not of_partitions:
+        yield f"there is no such partition in the queue, which {held}"
+    for partition, groups in of_partitions.items():
         if not groups or not groups["states"].get("waiting"):
             yield f"{partition!r} has none that waits"
+            yield from states_of(groups) if groups else ()
             continue
         yield from _held_back({"groups": groups})
         full = [(task, own) for task, own in groups["slots"].items() if own["used"] >= own["budget"] > 0]
         for task, own in full:
             yield f"task {task!r} has {own['used']:,} of {own['budget']:,} slots in use"
-        if waiting["where"] and not full:
+        if where and not full:
             yield f"none of {partition!r} that waits matches the filter"
 
 
@@ -270,17 +337,25 @@ def _held(stats: Numbers) -> str:
 
 
 def _freeing(stats: Numbers) -> Iterator[str]:
-    """What frees room. Where all is consumed, samples that wait for their ack can't be cleared."""
-    first = next(iter(stats["keepers"]), "")
     tasks = [item for partition in stats["partitions"].values() for item in partition["tasks"].items()]
-    followers = {name for name, own in tasks if "follows" in own}  # such as those of recorders
+    yield from to_acknowledge(stats["keepers"], {name for name, own in tasks if "follows" in own})
+    yield CLEAR
+
+
+def to_acknowledge(keeping: Iterable[str], followers: Iterable[str]) -> Iterator[str]:
+    """What makes consumed samples fit to be cleared, if it is those that keep a queue full: they wait for their ack.
+
+    Args:
+        keeping: See ``keepers``.
+        followers: Tasks that follow others, such as those of recorders.
+    """
+    first = next(iter(keeping), "")
     behind = [name for name in followers if first.startswith(f"task {name!r} has not acknowledged ")]
     if behind:
         yield f"start the reader of task {behind[0]!r} again if it has ended"
         yield f"forget that task (lightning-tq forget-task {shlex.quote(behind[0])})"
     elif "has not acknowledged" in first:
         yield "let the trainer acknowledge sooner (checkpoints more often, or ack='step')"
-    yield _CLEAR
 
 
 def _kept(partition: Numbers) -> dict[str, tuple[int, int]]:
@@ -291,14 +366,14 @@ def _kept(partition: Numbers) -> dict[str, tuple[int, int]]:
 def _fetch(facts: Numbers) -> Finding:
     """``facts``: one of ``get_stats()["waiting"]`` and those of its partition, or a reply and what was asked."""
     task, partition = facts["task"], facts["partition"]
-    waits_for, causes, remedies = _samples_of(facts), _causes, _remedies
+    waits_for, causes, remedies = samples_of(facts.get("wanted"), facts["partition"]), _causes, _remedies
     count = facts["groups"]["slots"].get(task, {}).get("per_step", 0) if facts.get("groups") else 0
     if count and not facts.get("refused"):
         waits_for, causes, remedies = f"{count:,} group{'s' * (count != 1)} of {partition!r}", _of_groups, _for_groups
     held_up_by, to_do = tuple(causes(facts)), tuple(remedies(facts))
     if number := facts.get("parked_puts"):
         held_up_by += (f"the queue is full, and {_puts_wait(number)}",)
-        to_do = (_CLEAR, *to_do)
+        to_do = (CLEAR, *to_do)
     return Finding(
         kind="fetch",
         names=(task, partition),
@@ -348,7 +423,7 @@ def _never_put(facts: Numbers) -> Iterator[str]:
 
 
 def _losses(facts: Numbers) -> Iterator[str]:
-    return (f"{_counted(n)} lost {name!r} with a storage unit" for name, n in facts.get("lost", {}).items())
+    return (f"{counted(n)} lost {name!r} with a storage unit" for name, n in facts.get("lost", {}).items())
 
 
 def _held_back(facts: Numbers) -> Iterator[str]:
@@ -507,13 +582,9 @@ def _limits(facts: Numbers, task: str) -> str:
 # ---- words ----
 
 
-def _counted(samples: int) -> str:
-    return f"{samples:,} sample{'s' * (samples != 1)}"
-
-
-def _samples_of(waiting: Numbers) -> str:
-    wanted, partition = waiting.get("wanted"), waiting["partition"]
-    samples = _counted(wanted) if wanted else "samples"
+def samples_of(count: int | None, partition: str | None) -> str:
+    """So many samples of this partition, in words. Names of the queue's own partitions are not shown."""
+    samples = counted(count) if count else "samples"
     return samples if partition is None or is_internal(partition) else f"{samples} of {partition!r}"
 
 
@@ -523,8 +594,3 @@ def _puts_wait(count: int) -> str:
 
 def _be(count: int) -> str:
     return "is" if count == 1 else "are"
-
-
-def _bytes(count: int) -> str:
-    power = max(0, count.bit_length() - 1) // 10
-    return f"{count / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power]}"

@@ -130,3 +130,13 @@ def age(seconds: float) -> str:
         if seconds >= size * (1 if unit == "min" else 2):
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def counted(samples: int) -> str:
+    return f"{samples:,} sample{'s' * (samples != 1)}"
+
+
+def in_bytes(count: int) -> str:
+    """Such as "96 KiB"."""
+    power = max(0, count.bit_length() - 1) // 10
+    return f"{count / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power]}"

@@ -218,7 +218,7 @@ def put_and_die(partition: str, field: str) -> None:
 def test_when_all_producers_died_the_rest_is_delivered_and_then_an_error_comes(client, name, fork):
     fork(put_and_die, name, "lost").join(WAIT_S)
     assert client.get_meta(["lost"], 2, name, task_name="t", timeout_s=WAIT_S).size == 2
-    with pytest.raises(tq.ProducersGoneError, match="every producer of field 'lost' has died"):
+    with pytest.raises(tq.ProducersGoneError, match="all producers of 'lost' have died"):
         client.get_meta(["lost"], 1, name, task_name="t", timeout_s=WAIT_S)
 
 

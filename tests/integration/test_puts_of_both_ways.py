@@ -440,5 +440,5 @@ def test_a_process_that_did_nothing_but_put_a_new_field_is_known_and_missed_when
     meta = client.put(rows(a=torch.arange(2)), partition_id=name)
     assert ended(fork(put_a_new_field_and_end, name, meta.global_indexes)) == -signal.SIGKILL
     assert client.get_data(client.get_meta(["missed"], 2, name, task_name="t"))["missed"].tolist() == [0, 1]
-    with pytest.raises(tq.ProducersGoneError, match="every producer of field 'missed' has died"):
+    with pytest.raises(tq.ProducersGoneError, match="all producers of 'missed' have died"):
         client.get_meta(["missed"], 1, name, task_name="t", timeout_s=WAIT_S)

@@ -18,7 +18,7 @@ from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.serving import ServedFetch, check_fetch
 from transfer_queue.control.state import FETCHES, PlaneState
 from transfer_queue.control.writing import writers_of
-from transfer_queue.diagnosis import end_of_producer, holds, is_internal, put_again
+from transfer_queue.diagnosis import without_producers
 from transfer_queue.errors import InvalidRequestError, ProducersGoneError
 
 
@@ -133,29 +133,16 @@ class _Reader:
         missing = self._state.producers.missing(fetch.fields, now)
         if missing is None:
             return
-        ended = end_of_producer(self._state.producers.end_of(missing))
-        raise ProducersGoneError(
-            f"task {fetch.task!r} waits for samples of partition {fetch.partition!r}, and every producer of field "
-            f"{missing!r} has died{' (' * bool(ended)}{', '.join(ended)}{')' * bool(ended)}. Look at the producers' "
-            f"output, restart them, then fetch again.{self._left_groups()}"
-        )
-
-    def _left_groups(self) -> str:
-        """What becomes of the groups that workers have left behind, and of values that were lost."""
-        partition = self._state.partitions.get(self._fetch.partition)
-        for field, indexes in ({} if partition is None else partition.lost()).items():
-            if field in self._fetch.fields:
-                also = [] if partition is None or partition.groups is None else ["reject them, which frees their slots"]
-                again = ", or ".join([*put_again(self._fetch.partition), *also])
-                return f" {len(indexes):,} of its samples lost {field!r} with a storage unit: {again}."
-        waiting = 0 if partition is None or partition.groups is None else partition.groups.numbers().get("waiting", 0)
-        if not waiting:
-            return ""
-        groups = f"{waiting:,} group{'s wait' if waiting != 1 else ' waits'} for a worker and will not be lost"
-        return (
-            f" {groups}: new workers may lease from {self._fetch.partition!r} at any time. To have training wait "
-            f"longer for them, raise controller.producer_grace_s ({self._state.config.producer_grace_s:g} s)."
-        )
+        partition = self._state.partitions.get(fetch.partition)
+        lost = {} if partition is None else partition.lost()
+        groups = None if partition is None else partition.groups
+        facts = {
+            "end": self._state.producers.end_of(missing), "groups": groups is not None,
+            "lost": {field: len(indexes) for field, indexes in lost.items() if field in fetch.fields},
+            "waiting": 0 if groups is None else groups.numbers().get("waiting", 0),
+            "grace_s": self._state.config.producer_grace_s,
+        }  # fmt: skip
+        raise ProducersGoneError(str(without_producers(fetch.task, fetch.partition, missing, facts)))
 
     def _is_about_groups(self, partition: Partition) -> bool:
         """Whether the task draws groups, or some get no worker, because a task that is to train them draws none."""
@@ -175,8 +162,7 @@ class _Reader:
 
 def _no_partition(state: PlaneState, fetch: p.Fetch, task: Task) -> p.NotReady:
     """There is nothing, and the queue holds something else. Only some of many partitions are looked at."""
-    held = ((name, own.num_live, own.sealed) for name, own in state.partitions.items() if not is_internal(name))
-    return p.NotReady(fetch.id, task.needed_yet(fetch), 0, 0, elsewhere=holds(held))
+    return p.NotReady(fetch.id, task.needed_yet(fetch), 0, 0, elsewhere=state.holds())
 
 
 def _wake_in_time(state: PlaneState, line: Name, at: float | None) -> None:

@@ -10,6 +10,7 @@ from transfer_queue.control.queries import published_keys
 from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.state import KEYS, PlaneState
 from transfer_queue.control.tag_filter import TagFilter, parse_filter
+from transfer_queue.diagnosis import keys_where, no_keys
 from transfer_queue.errors import InvalidRequestError, KeysTimeoutError
 
 KeyWait = p.WatchKeys | p.WaitKeys
@@ -34,19 +35,21 @@ def wait_for_keys(state: PlaneState, call: Call, request: KeyWait) -> Wait:
                 return MORE
             if matching.count >= request.count:
                 return _first_page(request, partition, matching)
-        return _too_late(state, request, matching, state.calls.now - wait.since) if wait.late else None
+        return _too_late(state, call, request, matching, state.calls.now - wait.since) if wait.late else None
 
     return Wait((KEYS, request.partition), state.calls.now + request.wait_s, answer, due=True)
 
 
-def _too_late(state: PlaneState, request: p.WaitKeys, matching: ReadySet | None, waited_s: float) -> p.Failed:
-    which = "to be there" if request.where is None else f"that match {request.where!r}"
-    text = f"waited {waited_s:.1f} s for {request.count} keys of partition {request.partition!r} {which}"
-    why = "there is no such partition. Check its name and its producers"
+def _too_late(
+    state: PlaneState, call: Call, request: p.WaitKeys, matching: ReadySet | None, waited_s: float
+) -> p.Failed:
+    why = "there is no such partition"
     if matching is not None:
         num_keys = state.partitions[request.partition].listed.matching(None).count
-        why = f"{matching.count} of its {num_keys} keys do. Check the producers"
-    return p.Failed(request.id, KeysTimeoutError.__name__, f"{text}: {why}, or wait longer (timeout_s).")
+        why = f"{matching.count:,} of its {num_keys:,} keys match"
+    keys = keys_where(request.where)
+    found = no_keys(call.client, request.partition, request.count, keys, waited_s, (why,))
+    return p.Failed(request.id, KeysTimeoutError.__name__, str(found))
 
 
 # ---- changes ----

@@ -22,6 +22,7 @@ from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.serving import describe
 from transfer_queue.control.state import PlaneState
 from transfer_queue.control.tag_filter import parse_filter
+from transfer_queue.diagnosis import no_work
 from transfer_queue.errors import BatchTimeoutError, GroupStateError, LeaseLostError, UnknownPartitionError
 
 
@@ -53,7 +54,7 @@ def lease(state: PlaneState, call: Call, request: p.LeaseGroups) -> p.Reply | Wa
                     partition.groups.has_ended = True
             return p.Ended(request.id, "sealed")
         waited_s = 0.0 if wait is None else state.calls.now - wait.since
-        return p.Failed(request.id, BatchTimeoutError.__name__, _too_late(state, request, waited_s)) if late else None
+        return _too_late(state, call, request, waited_s) if late else None
 
     reply = answer(None, True) if state.waits.would_be_first(line, 0.0) else MORE
     if isinstance(reply, p.Reply):
@@ -219,25 +220,12 @@ def _is_over(state: PlaneState, names: list[str]) -> bool:
     return True
 
 
-def _too_late(state: PlaneState, request: p.LeaseGroups, waited_s: float) -> str:
-    """Why there is nothing to lease."""
-    found = list(matching(state, request.partitions))
-    names = ", ".join(map(repr, request.partitions))
-    matching_it = "" if request.where is None else f" that matches {request.where!r}"
-    text = f"no group of {names}{matching_it} could be leased in {waited_s:.1f} s: "
-    if not found:
-        return f"{text}there is no such partition. Add groups to one, or check the name."
-    parts = []
-    for partition in found:
-        numbers = group_numbers(state, partition, state.calls.now) or {"states": {"groups": "no"}, "slots": {}}
-        states = ", ".join(f"{count} {name}" for name, count in numbers["states"].items())
-        parts.append(f"{partition.name!r} has {states or 'none'}")
-        for task, own in numbers["slots"].items():
-            parts.append(
-                f"task {task!r} has {own['used']} of {own['budget']} slots in use" if own["budget"] else
-                f"task {task!r}, which is to train them, is not registered with a GroupSampler yet"
-            )  # fmt: skip
-    return f"{text}{'; '.join(parts)}. Add groups, wait longer (timeout_s), or look at the trainer."
+def _too_late(state: PlaneState, call: Call, request: p.LeaseGroups, waited_s: float) -> p.Failed:
+    """There was nothing to lease."""
+    groups = {own.name: group_numbers(state, own, state.calls.now) for own in matching(state, request.partitions)}
+    names = ", ".join(request.partitions)
+    found = no_work(call.client, names, request.where, waited_s, groups, state.holds())
+    return p.Failed(request.id, BatchTimeoutError.__name__, str(found))
 
 
 def end_lease(state: PlaneState, call: Call, request: p.EndLease) -> p.Reply:

@@ -25,6 +25,7 @@ from transfer_queue.control.serving import describe as describe_samples
 from transfer_queue.control.state import FETCHES, KEYS, SAVING, WRITERS, PlaneState
 from transfer_queue.control.tag_filter import TagFilter, parse_filter
 from transfer_queue.control.writing import Permit, Reservation
+from transfer_queue.diagnosis import keys_where
 from transfer_queue.errors import TransferQueueError
 
 _MOST_NAMED = 4
@@ -219,8 +220,7 @@ def _wanting(
     if isinstance(request, p.ResolveKeys):
         return {"wanted": len(request.keys)}
     if isinstance(request, p.WatchKeys | p.WaitKeys):
-        keys = "keys" if request.where is None else f"keys where {request.where}"
-        return {"wanted": getattr(request, "count", None), "keys": keys}
+        return {"wanted": getattr(request, "count", None), "keys": keys_where(request.where)}
     if not isinstance(request, p.Fetch):
         return {"wanted": getattr(request, "count", None)}
     partition = state.partitions.get(request.partition)

@@ -18,7 +18,7 @@ from transfer_queue.control.producers import Producers
 from transfer_queue.control.rows import MAX_INDEX, IndexAllocator
 from transfer_queue.control.run_table import RunTable
 from transfer_queue.control.units import UnitTable
-from transfer_queue.diagnosis import is_internal
+from transfer_queue.diagnosis import holds, is_internal
 from transfer_queue.errors import UnknownPartitionError
 from transfer_queue.protocol import Ended, Indexes, Reply, WriteName
 from transfer_queue.sampler.base import BaseSampler
@@ -198,6 +198,11 @@ class PlaneState:
         """Units have heard of this write of a client that has ended."""
         for partition in self.partitions.values():
             partition.commits.pop(write, None)
+
+    def holds(self) -> str:
+        """What is in the queue, in words. Only some of many partitions are looked at."""
+        named = ((name, own.num_live, own.sealed) for name, own in self.partitions.items() if not is_internal(name))
+        return holds(named)
 
     def room(self) -> int:
         """The number of samples that may still be inserted."""

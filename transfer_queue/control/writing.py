@@ -18,8 +18,9 @@ from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import Rows, RowState
 from transfer_queue.control.serving import describe
 from transfer_queue.control.state import SAVING, WRITERS, PlaneState
-from transfer_queue.diagnosis import is_internal, keepers
+from transfer_queue.diagnosis import TOTAL, is_internal, keepers, no_room, samples_of, to_acknowledge
 from transfer_queue.errors import CheckpointError, GroupStateError, InvalidRequestError, StorageFullError
+from transfer_queue.finding import Finding
 
 Writer = p.Reserve | p.Insert | p.ResolveKeys
 Rewrite = p.CheckFields | p.ResolveKeys
@@ -161,7 +162,7 @@ def write(state: PlaneState, call: Call, request: Writer) -> p.Reply | Wait:
         reply = _admit(state, call, request, count) if has_turn or not count else None
         if reply is None:
             state.waits.resize(wait, count)  # its keys may have been created or cleared
-        return reply or (_full(state, request, count, state.calls.now - wait.since) if wait.late else None)
+        return reply or (_full(state, call, request, count, state.calls.now - wait.since) if wait.late else None)
 
     keys: list[Hashable] = [(WRITERS, request.partition)]
     if isinstance(request, p.ResolveKeys):
@@ -274,32 +275,27 @@ def _admit(state: PlaneState, call: Call, request: Writer, count: int) -> p.Repl
     return describe(request.id, partition, indexes, request.fields, rows)
 
 
-def _full(state: PlaneState, request: Writer, count: int, waited_s: float) -> p.Failed:
+def _full(state: PlaneState, call: Call, request: Writer, count: int, waited_s: float) -> p.Failed:
     """The reply to a writer that waited too long."""
-    text = (
-        f"Storage capacity exceeded: {count} samples for partition {request.partition!r} waited "
-        f"{waited_s:.1f} s for room, {state.room()} of {state.config.capacity} are free (total_storage_size). "
-        f"Clear consumed samples or partitions, raise it, or raise put_timeout_s."
-    )
-    return p.Failed(request.id, StorageFullError.__name__, text)
+    free = f"{state.room():,} of {state.config.capacity:,} are free"
+    found = no_room(call.client, samples_of(count, request.partition), TOTAL, waited_s, (free,))
+    return p.Failed(request.id, StorageFullError.__name__, f"Storage capacity exceeded: {found}")
 
 
 def held_up_by(state: PlaneState) -> str:
     """Names the tasks that keep most samples, how many no task keeps, and how many heads of groups that have left."""
     partitions = [partition for partition in state.partitions.values() if not is_internal(partition.name)]
     largest = nlargest(_MOST_LOOKED_AT, partitions, key=lambda partition: partition.num_live)
-    text = ", ".join(
-        keepers(
-            (partition.num_live, {
-                task: (consumer.num_unconsumed, consumer.ledger.num_open_samples)
-                for task, consumer in partition.consumers.items()
-            })
-            for partition in largest
-        )
+    kept = keepers(
+        (partition.num_live, {
+            task: (consumer.num_unconsumed, consumer.ledger.num_open_samples)
+            for task, consumer in partition.consumers.items()
+        })
+        for partition in largest
     )  # fmt: skip
-    if len(largest) < len(partitions) and text:
-        text = f"in the {len(largest)} largest partitions, {text}"
-    said = f" {text[0].upper()}{text[1:]}." if text else ""
+    where = f"In the {len(largest)} largest partitions," if len(largest) < len(partitions) else "In the queue,"
+    to_do = tuple(to_acknowledge(kept, filter(state.tasks.is_follower, state.tasks.by_name)))
+    said = f" {Finding(kind='full', what=where, held_up_by=kept, to_do=to_do)}" if kept else ""
     for partition in state.partitions.values():
         groups = partition.groups
         left = 0 if groups is None else partition.num_heads_held - len(groups.live) - groups.num_fresh

@@ -55,7 +55,7 @@ class StreamingDataset(IterableDataset[Any]):
 
     Raises:
         BatchTimeoutError: while iterating, no batch came for ``timeout_s`` seconds.
-        ProducersGoneError: while iterating, every producer of a field has died.
+        ProducersGoneError: while iterating, all producers of a field have died.
     Examples:
         >>> meta = client.put({"x": torch.arange(8)}, partition_id="train")
         >>> client.seal_partition("train")

@@ -89,7 +89,7 @@ def test_who_has_samples_in_hand_is_a_living_producer_of_what_it_adds(plane):
     assert plane.expire(1000.0) == []
     plane.client_gone("bert", 1000.0)
     (late,) = plane.expire(2000.0)
-    refused(late.reply, "ProducersGoneError", "every producer of field 'y' has died")
+    refused(late.reply, "ProducersGoneError", "all producers of 'y' have died")
 
 
 def test_clients_of_one_task_add_the_same_fields(plane):

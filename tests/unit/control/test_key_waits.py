@@ -266,8 +266,8 @@ def test_a_wait_that_took_too_long_says_how_many_match_of_how_many(plane):
     put_keys(plane, "c", v=2)
     assert wait(plane, "v == 1", 3, wait_s=5.0) is None
     (to,) = plane.expire(5.0)
-    refused(to.reply, "KeysTimeoutError", "waited 5.0 s for 3 keys of partition 'p' that match 'v == 1': 2 of its 3")
-    refused(wait(plane, None, 4, 0.0), "KeysTimeoutError", "waited 0.0 s for 4 keys", "there: 3 of its 3 keys do")
+    refused(to.reply, "KeysTimeoutError", "waited 5.0 s for 3 keys of 'p' where v == 1: 2 of its 3")
+    refused(wait(plane, None, 4, 0.0), "KeysTimeoutError", "waited 0.0 s for 4 keys", "of 'p': 3 of its 3 keys match")
     nowhere = ask(plane, ACTOR, p.WaitKeys, "nowhere")
     refused(nowhere, "KeysTimeoutError", "there is no such partition")
 

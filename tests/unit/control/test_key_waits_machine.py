@@ -255,7 +255,7 @@ class KeyMachine(RuleBasedStateMachine):
             self.waiters.remove(each)
             if isinstance(outcome, KeysTimeoutError):
                 assert len(expected) < each.count
-                told = f": {len(expected)} of its {len(self.model)} keys do"
+                told = f": {len(expected)} of its {len(self.model)} keys match"
                 assert told in str(outcome) or not self.plane.state.partitions
             else:
                 assert len(expected) >= each.count

@@ -85,7 +85,7 @@ def test_who_waited_for_room_in_vain_is_told_which_tasks_hold_it_up(make_plane):
     put(plane, 2, partition="unread")
     refused(ask(plane, ROLLOUT, p.Reserve, "p", 1, wait_s=0.0), "StorageFullError")
     assert plane.held_up_by() == (
-        " Task 'eval' has not consumed 3 samples, task 'train' has not consumed 1 sample, "
+        " In the queue, task 'eval' has not consumed 3 samples, task 'train' has not consumed 1 sample, "
         "task 'train' has not acknowledged 3 samples, no task reads 2 samples."
     )
 
@@ -98,8 +98,8 @@ def test_who_waited_for_room_in_vain_is_told_how_many_samples_nothing_but_a_clea
     ask(plane, ACTOR, p.Ack, "p", "train", [token])
     refused(ask(plane, ROLLOUT, p.Reserve, "p", 1, wait_s=0.0), "StorageFullError")
     assert plane.held_up_by() == (
-        " Task 'train' has not acknowledged 2 samples, at least 4 samples are consumed and not cleared "
-        "(clear_consumed, clear_partition)."
+        " In the queue, task 'train' has not acknowledged 2 samples, at least 4 samples are consumed and not cleared "
+        "(clear_consumed, clear_partition). Let the trainer acknowledge sooner (checkpoints more often, or ack='step')."
     )
 
 

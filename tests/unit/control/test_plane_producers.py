@@ -41,7 +41,7 @@ def test_a_consumer_whose_only_producer_died_is_told_after_the_grace_time(make_p
     assert plane.expire(14.9) == []
     ((client, reply),) = plane.expire(15.0)
     assert client == ACTOR
-    refused(reply, "ProducersGoneError", "task 'train'", "partition 'p'", "field 'x'", "restart them")
+    refused(reply, "ProducersGoneError", "task 'train'", "samples of 'p'", "producers of 'x'", "restart them")
     assert plane.next_deadline() is None
 
 
@@ -69,7 +69,7 @@ def test_what_is_ready_is_handed_out_though_the_producer_is_dead(make_plane):
     put(plane, 3)
     plane.client_gone(ROLLOUT, now=1.0)
     assert batch(plane, 2, now=100.0) == [0, 1]
-    refused(fetch(plane, 2, now=100.0), "ProducersGoneError", "field 'x'")
+    refused(fetch(plane, 2, now=100.0), "ProducersGoneError", "producers of 'x'")
 
 
 def test_a_producer_that_says_goodbye_is_not_dead(make_plane):
@@ -92,7 +92,7 @@ def test_producers_that_died_dont_count_where_new_ones_are_expected(make_plane):
     put(plane, 1, client="replacement", now=500.0)
     park(plane, 1, wait_s=600.0, now=500.0)
     plane.client_gone("replacement", now=501.0)
-    refused(plane.expire(506.0)[0].reply, "ProducersGoneError", "field 'x'")
+    refused(plane.expire(506.0)[0].reply, "ProducersGoneError", "producers of 'x'")
 
 
 def test_a_producer_that_said_goodbye_after_an_error_is_dead_once_its_exit_is_noted(make_plane):
@@ -103,7 +103,7 @@ def test_a_producer_that_said_goodbye_after_an_error_is_dead_once_its_exit_is_no
     plane.client_gone("rollout-0_71.ab", now=1.0, died=False)
     assert ask(plane, ACTOR, p.NoteExit, "rollout-0", "pid 71 ended with exit code 1", "ValueError: x", now=2.0).value
     (told,) = plane.expire(50.0)
-    refused(told.reply, "ProducersGoneError", "(last client rollout-0_71.ab, pid 71 ended with exit code 1, which said")
+    refused(told.reply, "ProducersGoneError", "last client rollout-0_71.ab, pid 71 ended with exit code 1, which said")
 
 
 def test_a_planned_end_is_known_until_a_producer_of_that_name_comes_again(make_plane):
@@ -137,7 +137,7 @@ def test_the_dead_producer_of_another_field_is_no_reason_to_give_up(make_plane):
     park(plane, 2, names=("x", "rewards"), task="judge")
     plane.client_gone(REWARDER, now=1.0)
     (told,) = plane.expire(6.0)
-    refused(told.reply, "ProducersGoneError", "task 'judge'", "field 'rewards'")
+    refused(told.reply, "ProducersGoneError", "task 'judge'", "producers of 'rewards'")
 
 
 def test_two_deaths_are_told_each_at_its_time(make_plane):
@@ -169,7 +169,7 @@ def test_a_death_after_the_last_goodbye_is_told(make_plane):
     park(plane, 3, wait_s=600.0)
     plane.client_gone("second", now=1.0, died=False)
     plane.client_gone(ROLLOUT, now=2.0)
-    refused(plane.expire(7.0)[0].reply, "ProducersGoneError", "field 'x'")
+    refused(plane.expire(7.0)[0].reply, "ProducersGoneError", "producers of 'x'")
 
 
 def test_a_session_that_only_reserved_is_a_living_producer(make_plane):
@@ -222,8 +222,8 @@ def test_producers_that_died_before_the_next_partition_was_filled_are_told_to_th
         park(plane, 1, partition="q", wait_s=600.0)
     plane.client_gone(ROLLOUT, now=1.0)
     if parks_first:
-        refused(plane.expire(6.0)[0].reply, "ProducersGoneError", "partition 'q'")
-    refused(fetch(plane, 1, partition="q", now=6.0), "ProducersGoneError", "partition 'q'")
+        refused(plane.expire(6.0)[0].reply, "ProducersGoneError", "samples of 'q'")
+    refused(fetch(plane, 1, partition="q", now=6.0), "ProducersGoneError", "samples of 'q'")
     assert fetch(plane, 1, partition="q", now=7.0, names=("y",), wait_s=9.0) is None, "nobody knows of that field"
 
 
@@ -276,7 +276,7 @@ def test_producers_are_lost_when_none_is_left_and_the_last_one_to_end_died_longe
         lost = {name for name in FIELDS if model.lost([name], now, 5.0)}
         assert sorted(to.client for to in told) == sorted(lost & waiting), "those who wait are told"
         for to in told:
-            refused(to.reply, "ProducersGoneError", f"field {to.client!r}")
+            refused(to.reply, "ProducersGoneError", f"producers of {to.client!r}")
         waiting -= lost
         now_lost = [fetch(plane, 1, partition="nowhere", names=(name,), now=now) for name in FIELDS]
         assert [isinstance(reply, p.Failed) for reply in now_lost] == [name in lost for name in FIELDS]

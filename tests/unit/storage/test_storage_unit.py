@@ -57,8 +57,9 @@ def test_a_write_that_waited_too_long_fails_with_numbers_and_lets_the_next_one_i
             p.Failed(
                 2,
                 "StorageFullError",
-                "Storage capacity exceeded: a put of 51200 bytes waited 4.0 s at storage unit 'u0', whose values take "
-                "61440 of 102400 bytes. Clear consumed samples sooner, raise the capacity, or raise put_timeout_s.",
+                "Storage capacity exceeded: a put of me waited 4.0 s for room for 50 KiB: the values of "
+                "storage unit 'u0' take 60 KiB of 100 KiB. Clear consumed samples or partitions, raise memory, or "
+                "raise put_timeout_s.",
             ),
         ),
         ("me", "written 5"),

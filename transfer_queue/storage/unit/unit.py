@@ -13,6 +13,7 @@ import numpy as np
 from msgspec import structs
 
 from transfer_queue.calls import Call, Calls, Steps, Verb, Wait
+from transfer_queue.diagnosis import MEMORY, no_room
 from transfer_queue.errors import (
     ProtocolError,
     SampleClearedError,
@@ -21,6 +22,7 @@ from transfer_queue.errors import (
     StorageKeyNotFoundError,
     to_wire,
 )
+from transfer_queue.finding import in_bytes
 from transfer_queue.protocol import Done, Failed, Reply, Request, WriteName, pack_indexes, unpack_indexes
 from transfer_queue.storage.messages import (
     INLINE_NBYTES,
@@ -502,7 +504,7 @@ class StorageUnit:
                 self._freed()
             if has_turn:
                 return carry_out()
-            return Failed(call.number, *to_wire(self._full(nbytes, self.calls.now - wait.since))) if wait.late else None
+            return self._full(call, nbytes, self.calls.now - wait.since) if wait.late else None
 
         indexes = unpack_indexes(request.indexes)
         size = max(0, nbytes - (self._blocks.replaced_nbytes(indexes, fields) if len(indexes) else 0))
@@ -556,16 +558,15 @@ class StorageUnit:
         if self._capacity is not None and self._taken_nbytes > self._capacity:
             self._blocks.squeeze()
 
-    def _full(self, nbytes: int, waited_s: float) -> StorageFullError:
-        store = self._blocks
-        spilled = "" if self._file is None else f" in memory, {store.spilled_nbytes} of {self._file.nbytes} on disk"
-        failed = "" if self._file is None or not self._file.failure else f" Disk: {self._file.failure}."
-        return StorageFullError(
-            f"Storage capacity exceeded: a put of {nbytes} bytes waited {waited_s:.1f} s at "
-            f"storage unit {self.name!r}, whose values take {min(store.live_nbytes, store.memory_nbytes)} of "
-            f"{self._capacity} bytes{spilled}.{failed} "
-            f"Clear consumed samples sooner, raise the capacity, or raise put_timeout_s."
-        )
+    def _full(self, call: Call, nbytes: int, waited_s: float) -> Failed:
+        store, file = self._blocks, self._file
+        taken, most = in_bytes(min(store.live_nbytes, store.memory_nbytes)), in_bytes(self._capacity or 0)
+        facts = [f"the values of storage unit {self.name!r} take {taken} of {most}"]
+        if file is not None:
+            facts[0] += f" in memory, and {in_bytes(store.spilled_nbytes)} of {in_bytes(file.nbytes)} on disk"
+            facts += [f"its disk: {file.failure}"] if file.failure else []
+        found = no_room(call.client, in_bytes(nbytes), MEMORY, waited_s, facts)
+        return Failed(call.number, StorageFullError.__name__, f"Storage capacity exceeded: {found}")
 
 
 def _cleared(wait: Wait, has_turn: bool) -> Reply:
