@@ -293,6 +293,8 @@ def merge(conf: DictConfig | Mapping[str, Any] | None) -> DictConfig:
     """
     from omegaconf import OmegaConf
 
+    if not (conf is None or isinstance(conf, Mapping) or OmegaConf.is_config(conf)):
+        raise ConfigError(f"a configuration is a mapping, got {conf!r}.")
     flags = {"allow_objects": True}
     defaults: Any = OmegaConf.create(files("transfer_queue").joinpath("config.yaml").read_text(), flags=flags)
     # A section may refer to its larger configuration, so it is resolved before it is detached.

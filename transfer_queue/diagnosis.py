@@ -229,15 +229,13 @@ def _wait(stats: Numbers, waiting: Numbers) -> Finding:
     return _fetch({**waiting, **own, **({} if partition["put_total"] else {"last_published_s": None})})
 
 
-def no_keys(
-    client: str, partition: str | None, wanted: int | None, keys: str, waited_s: float, held_up_by: Iterable[str] = ()
-) -> Finding:
+def no_keys(client: str, partition: str | None, wanted: int | None, keys: str, waited_s: float) -> Finding:
     """A wait, or one in vain, for so many keys of a partition, or for changed ones. ``keys``: see ``keys_where``."""
     them = f"key{'s' * (wanted != 1)} of {partition!r}"
     return Finding(
         kind="keys", names=(client, partition), what=f"a wait for keys of {client}", age_s=waited_s, client=client,
         waits_for=f"{wanted or 'changed'} {keys.replace('keys', them, 1)}",
-        held_up_by=tuple(held_up_by), to_do=("check the producers", "wait longer (timeout_s)"),
+        to_do=("check the producers", "wait longer (timeout_s)"),
     )  # fmt: skip
 
 
@@ -270,53 +268,47 @@ def _put(stats: Numbers, waiting: Numbers) -> Finding:
         limits = [unit["capacity_bytes"] for unit in stats["units"]]
         what, size, setting = in_bytes(nbytes), in_bytes(sum(limits)) if _all(limits) else None, MEMORY
     room = what if size is None else f"{what} in a queue of {size}"
-    found = no_room(client, room, setting, waiting.get("waited_s"), stats["keepers"], _freeing(stats))
+    found = no_room(client, room, setting, waiting.get("waited_s"), stats["keepers"])
     savers = tuple(f"client {name} saves one" for name, held in stats["clients"].items() if held.get("freezes"))
     if savers and nbytes is None and (size is None or stats["used"] + (waiting["wanted"] or 0) <= size):
         return replace(found, waits_for=f"a checkpoint, before it replaces {what}", held_up_by=savers, to_do=())
-    return found
+    return replace(found, to_do=(*_acknowledging(stats), *found.to_do))
 
 
-def no_room(
-    client: str, what: str, setting: str, waited_s: float | None, held_up_by: Iterable[str],
-    freeing: Iterable[str] = (CLEAR,),
-) -> Finding:  # fmt: skip
+def no_room(client: str, what: str, setting: str, waited_s: float | None, held_up_by: Iterable[str]) -> Finding:
     """A put that waits, or waited in vain, for room for ``what``, which the setting bounds."""
     return Finding(
         kind="put", names=(client,), what=f"a put of {client}", waits_for=f"room for {what}", age_s=waited_s,
-        held_up_by=tuple(held_up_by), client=client, to_do=(*freeing, f"raise {setting}", "raise put_timeout_s"),
+        held_up_by=tuple(held_up_by), client=client, to_do=(CLEAR, f"raise {setting}", "raise put_timeout_s"),
     )  # fmt: skip
 
 
 def _lease(stats: Numbers, waiting: Numbers) -> Finding:
     """Workers without work. That is usual where training is slower, so there is nothing to do."""
-    count, groups = waiting["workers"], {name: stats["partitions"].get(name, {}) for name in waiting["partitions"]}
-    workers = f"{count:,} worker{'s' * (count != 1)}"
-    found = no_work(
-        waiting["client"], waiting["partition"], waiting["where"], waiting["waited_s"],
-        {name: own.get("groups") or {} for name, own in groups.items()}, _held(stats),
-    )  # fmt: skip
-    return replace(found, what=workers, to_do=())
+    count, where, names = waiting["workers"], waiting["where"], waiting["partitions"]
+    groups = {name: stats["partitions"].get(name, {}).get("groups") or {} for name in names}
+    why = why_no_work(where, groups, _held(stats))
+    found = no_work(waiting["client"], waiting["partition"], where, waiting["waited_s"], why)
+    return replace(found, what=f"{count:,} worker{'s' * (count != 1)}", to_do=())
 
 
-def no_work(
-    client: str, names: str, where: str | None, waited_s: float, groups: Mapping[str, Numbers], held: str
-) -> Finding:
-    """A worker that waits, or waited in vain, for a group of these partitions to lease.
-
-    Args:
-        groups: Numbers of the groups of each partition that is there.
-        held: What the queue holds instead, if none is.
-    """
+def no_work(client: str, names: str, where: str | None, waited_s: float, held_up_by: Iterable[str]) -> Finding:
+    """A worker that waits, or waited in vain, for a group of these partitions to lease."""
     return Finding(
         kind="lease", names=(names, client), what=f"worker {client}", age_s=waited_s, client=client,
         waits_for=f"a group of {names!r}{f' where {where}' if where else ''} to work on",
-        held_up_by=tuple(dict.fromkeys(_no_work(where, groups, held))),
+        held_up_by=tuple(dict.fromkeys(held_up_by)),
         to_do=("add groups", "look at the trainer", "wait longer (timeout_s)"),
     )  # fmt: skip
 
 
-def _no_work(where: str | None, of_partitions: Mapping[str, Numbers], held: str) -> Iterator[str]:
+def why_no_work(where: str | None, of_partitions: Mapping[str, Numbers], held: str) -> Iterator[str]:
+    """Why none of their groups can be leased.
+
+    Args:
+        of_partitions: Numbers of the groups of each partition that is there.
+        held: What the queue holds instead, if none is.
+    """
     if not of_partitions:
         yield f"there is no such partition in the queue, which {held}"
     for partition, groups in of_partitions.items():
@@ -336,10 +328,9 @@ def _held(stats: Numbers) -> str:
     return holds((name, own["samples"], own["sealed"]) for name, own in sorted(stats["partitions"].items()))
 
 
-def _freeing(stats: Numbers) -> Iterator[str]:
+def _acknowledging(stats: Numbers) -> Iterator[str]:
     tasks = [item for partition in stats["partitions"].values() for item in partition["tasks"].items()]
-    yield from to_acknowledge(stats["keepers"], {name for name, own in tasks if "follows" in own})
-    yield CLEAR
+    return to_acknowledge(stats["keepers"], {name for name, own in tasks if "follows" in own})
 
 
 def to_acknowledge(keeping: Iterable[str], followers: Iterable[str]) -> Iterator[str]:

@@ -20,6 +20,7 @@ from transfer_queue.launch.local import LocalQueue, with_servers
 from transfer_queue.metadata import KVBatchMeta
 from transfer_queue.storage.shm.choose import reachable
 from transfer_queue.transport.blocking import blocking, run_blocking
+from transfer_queue.utils.logging_utils import get_logger
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from transfer_queue.storage.unpack import DataParser
 
+_log = get_logger(__name__)
 _TQ_CLIENT: TransferQueueClient | None = None
 _TQ_STORAGE: Any = None
 _TQ_CONTROLLER: Any = None
@@ -66,6 +68,10 @@ def init(conf: DictConfig | Mapping[str, Any] | str | None = None) -> DictConfig
         if _TQ_CLIENT is None or _TQ_CONFIG is None or _TQ_CLIENT.session.is_closed:
             own_files.warn_of_other()
             _start_or_join(merge({"address": conf} if isinstance(conf, str) else conf))
+        elif isinstance(conf, str) and conf not in (_TQ_CONFIG.get("address"), _TQ_CONFIG.get("listen")):
+            _log.warning(
+                f"init({conf!r}) changed nothing: this process is in the queue at {_TQ_CONFIG.get('address')}."
+            )
         running: DictConfig = _TQ_CONFIG
         return running
 

@@ -100,6 +100,8 @@ class _Recorder:
         self._written = self._behind = self._cleared = 0
         self._gap = self._misses = False
         """Whether batches may lack before the next ones, or before any that this process wrote."""
+        self._note_of_gap = directory / "gap"
+        """Is there while batches may lack before the next ones. If this process is killed, the next one must say so."""
         self._due = self._tell_at = 0.0
 
     def run(self) -> int:
@@ -128,8 +130,11 @@ class _Recorder:
         with contextlib.suppress(CheckpointError):  # there is none
             earlier = describe_checkpoint(self._directory / f"{self._number - 1:06}")["metadata"]
             tasks = [each["tasks"] for each in self._client.get_stats()["partitions"].values()]
-            if earlier.get("address") == self._address and any(self._own in each for each in tasks):
+            was_killed = earlier.get("address") == self._address and any(self._own in each for each in tasks)
+            if was_killed and not self._note_of_gap.exists():
                 self._gap, self._cleared = False, earlier["cleared"]
+        if self._gap:
+            self._note_of_gap.touch()
 
     def _follow(self) -> None:
         """Until the task ends."""
@@ -178,6 +183,7 @@ class _Recorder:
             about = {"address": self._address, "cleared": self._cleared, "gap": self._gap}
             self._written += self._client.save_batches(directory, self._own, about)
             self._gap = False
+            self._note_of_gap.unlink(missing_ok=True)
             if self._continues:
                 self._leave_another_run(directory)
             self._number, self._behind = self._number + 1, 0

@@ -60,7 +60,7 @@ def test_init_and_close_again_and_again_leave_nothing(own_temporary_directory, s
         assert [thread.name for thread in threading.enumerate() if thread not in before] == []
 
 
-def test_init_returns_the_merged_configuration_and_again_the_same(start):
+def test_init_returns_the_merged_configuration_and_again_the_same(start, caplog):
     conf = start({"server_processes": "each", "backend": {"SimpleStorage": {"num_data_storage_units": 3}}})
     addresses = [unit.to_addr("put_get_socket") for unit in conf.backend.SimpleStorage.zmq_info.values()]
     assert conf.controller.zmq_info.to_addr("request_handle_socket") == conf.address
@@ -69,6 +69,8 @@ def test_init_returns_the_merged_configuration_and_again_the_same(start):
     assert all(address.startswith("ipc://") for address in addresses)
     assert (conf.controller.polling_mode, conf.metrics.enabled) == (False, False)
     assert start({"controller": {"polling_mode": True}}) is conf
+    assert tq.init("ipc:///tmp/of-another-queue") is tq.init(conf.address) is conf
+    assert [f"is in the queue at {conf.address}." in text for text in caplog.messages] == [True]
     assert tq.get_metrics_endpoint() is None
 
 

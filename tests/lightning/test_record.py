@@ -203,11 +203,15 @@ def test_a_replay_and_records_warn_where_recording_was_interrupted(
 
 
 @pytest.mark.programs
+@pytest.mark.parametrize("is_killed", [True, False])
 def test_a_recorder_that_was_stopped_and_is_started_again_notes_that_batches_may_lack(
-    tmp_path: Path, data: Callable[..., TQDataModule]
+    tmp_path: Path, data: Callable[..., TQDataModule], is_killed: bool
 ) -> None:
     client, directory = learning(data, 8), tmp_path / "record"
     for number in range(2):
+        if number and is_killed:
+            with recorder(tq.init()["address"], directory) as (process, _):
+                process.send_signal(signal.SIGKILL)  # before it has written anything
         with recorder(tq.init()["address"], directory) as (process, _):
             client.ack(take(client, 2 * number), "learn")
             process.send_signal(signal.SIGINT)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from transfer_queue import protocol as p
 from transfer_queue.calls import MORE, PAGE, Call, More, Wait
 from transfer_queue.control.partition import Partition
@@ -47,9 +49,8 @@ def _too_late(
     if matching is not None:
         num_keys = state.partitions[request.partition].listed.matching(None).count
         why = f"{matching.count:,} of its {num_keys:,} keys match"
-    keys = keys_where(request.where)
-    found = no_keys(call.client, request.partition, request.count, keys, waited_s, (why,))
-    return p.Failed(request.id, KeysTimeoutError.__name__, str(found))
+    found = no_keys(call.client, request.partition, request.count, keys_where(request.where), waited_s)
+    return p.Failed(request.id, KeysTimeoutError.__name__, str(replace(found, held_up_by=(why,))))
 
 
 # ---- changes ----

@@ -22,7 +22,7 @@ from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.serving import describe
 from transfer_queue.control.state import PlaneState
 from transfer_queue.control.tag_filter import parse_filter
-from transfer_queue.diagnosis import no_work
+from transfer_queue.diagnosis import no_work, why_no_work
 from transfer_queue.errors import BatchTimeoutError, GroupStateError, LeaseLostError, UnknownPartitionError
 
 
@@ -223,8 +223,8 @@ def _is_over(state: PlaneState, names: list[str]) -> bool:
 def _too_late(state: PlaneState, call: Call, request: p.LeaseGroups, waited_s: float) -> p.Failed:
     """There was nothing to lease."""
     groups = {own.name: group_numbers(state, own, state.calls.now) for own in matching(state, request.partitions)}
-    names = ", ".join(request.partitions)
-    found = no_work(call.client, names, request.where, waited_s, groups, state.holds())
+    why = why_no_work(request.where, groups, state.holds())
+    found = no_work(call.client, ", ".join(request.partitions), request.where, waited_s, why)
     return p.Failed(request.id, BatchTimeoutError.__name__, str(found))
 
 

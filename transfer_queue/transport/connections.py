@@ -100,8 +100,8 @@ def silent(peer: Peer, timeout_s: float, reached: bool) -> QueueUnreachableError
     advice = "Is the address right and the queue still running?"
     if reached:
         advice = (
-            "It is there, but busy or stopped, or no more clients can connect: try again. Its log and "
-            "get_stats()['alarms'] say what holds it."
+            "It is there, but busy or stopped, or no more clients can connect, or it is no queue: try again. Its log "
+            "and get_stats()['alarms'] say what holds a queue."
         )
     return QueueUnreachableError(f"{peer.name} at {peer.address} did not answer within {timeout_s:.1f} s. {advice}")
 

@@ -169,7 +169,7 @@ def _key(path: str | Path, name: str) -> str:
             mode = os.fstat(file.fileno()).st_mode & 0o777
             found = json.load(file)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"can't read the keys in {path}: {error}.") from error
+        raise ConfigError(f"can't read the keys in {path}: {error}. lightning-tq keys FILE makes some.") from error
     if mode & 0o077:
         raise ConfigError(f"other users can read the keys in {path} (mode {mode:o}): chmod 600, and make new ones.")
     key = found.get(name) if isinstance(found, dict) else None

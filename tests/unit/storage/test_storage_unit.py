@@ -50,20 +50,12 @@ def test_a_write_that_waited_too_long_fails_with_numbers_and_lets_the_next_one_i
     small.write(3, 30)
     small.delete(3)
     small.write(4, 30, now=2.0)
+    text = (
+        "Storage capacity exceeded: a put of me waited 4.0 s for room for 50 KiB: the values of storage unit 'u0' take "
+        "60 KiB of 100 KiB. Clear consumed samples or partitions, raise memory, or raise put_timeout_s."
+    )
     assert small.unit.expire(4.9) == []
-    assert answers(small.unit.expire(5.0)) == [
-        (
-            "me",
-            p.Failed(
-                2,
-                "StorageFullError",
-                "Storage capacity exceeded: a put of me waited 4.0 s for room for 50 KiB: the values of "
-                "storage unit 'u0' take 60 KiB of 100 KiB. Clear consumed samples or partitions, raise memory, or "
-                "raise put_timeout_s.",
-            ),
-        ),
-        ("me", "written 5"),
-    ]
+    assert answers(small.unit.expire(5.0)) == [("me", p.Failed(2, "StorageFullError", text)), ("me", "written 5")]
 
 
 def test_a_write_larger_than_the_unit_is_refused_at_once(small):
