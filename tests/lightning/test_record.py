@@ -202,6 +202,26 @@ def test_a_replay_and_records_warn_where_recording_was_interrupted(
     assert "from 1" in capsys.readouterr().out
 
 
+def test_batches_of_before_a_resume_are_no_part_of_a_record_that_was_interrupted_after_it(
+    tmp_path: Path, data: Callable[..., TQDataModule]
+) -> None:
+    client, record = learning(data, 8), tmp_path / "record"
+    client.register_task("copy", follows="learn")
+    client.save_checkpoint(tmp_path / "saved")
+    for part, numbers in ("000000", (0, 1, 2, 3)), ("000001", (0, 1)):
+        for number in numbers:
+            take(client, number)
+        client.save_batches(record / part, "copy")
+        client.load_checkpoint(tmp_path / "saved")
+    assert len(tq.RecordedBatches(record).rounds) == 4
+    fill(client, "later", 2)
+    of = {"dp_rank": 0, "batch_index": 0}
+    client.get_meta(["x"], 2, "later", task_name="learn", sampling_config=of)
+    client.save_batches(record / "000002", "copy", {"gap": True})
+    found = tq.RecordedBatches(record)
+    assert (list(found.rounds), found.may_lack) == ([("train", 0), ("train", 1), ("later", 0)], {"train": 1})
+
+
 @pytest.mark.programs
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_a_recorder_that_was_stopped_and_is_started_again_notes_that_batches_may_lack(

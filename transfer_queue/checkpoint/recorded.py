@@ -125,16 +125,18 @@ class RecordedBatches:
         self._dp_sizes: set[int] = set()
         self._batch_sizes: set[int | None] = set()
         self._layout, self._allow_pickle = "dense", False
-        first, gaps = None, dict[str, int]()  # what names the first of these partitions
+        first, ends, gaps = None, dict[str, int](), dict[str, tuple[int, Path]]()  # what names the first partition
         for path in sorted(path for path in self.directory.glob("[0-9]*") if is_checkpoint(path)):
             with reading(path):
                 opened = Opened(path)
-                if self.rounds and opened.metadata.user_metadata.get("gap"):
-                    interrupted, last = next(reversed(self.rounds))
-                    gaps[interrupted] = last
+                if ends and opened.metadata.user_metadata.get("gap"):
+                    interrupted, last = ends.popitem()
+                    gaps[interrupted] = last, path
+                ends.clear()
                 for partition, batch in opened.state.batches():
                     # A run that resumed from a checkpoint was given a batch again: the last time counts.
                     self.rounds.setdefault((partition, batch.batch_index), {})[batch.rank] = path
+                    ends[partition] = max(batch.batch_index, ends.get(partition, 0))
                     is_first = (partition, batch.batch_index) == (next(iter(self.rounds))[0], 0)
                     first = first or Partition.incarnation_of(batch.token)
                     if is_first and first != Partition.incarnation_of(batch.token):
@@ -143,8 +145,12 @@ class RecordedBatches:
                     self._batch_sizes.add(batch.batch_size)
         if not self.rounds:
             raise CheckpointNotFoundError(f"no record at {directory}: lightning-tq record has written nothing there.")
-        ends = dict(self.rounds.keys())
-        self.may_lack = {partition: index for partition, index in gaps.items() if index == ends[partition]}
+        for partition, (last, gap) in gaps.items():
+            later = [key for key in self.rounds if key[0] == partition and key[1] > last]
+            if all(path < gap for key in later for path in self.rounds[key].values()):
+                self.may_lack[partition] = last
+                for key in later:  # a run that resumed left these, and what it was given instead was not recorded
+                    del self.rounds[key]
 
     @property
     def partitions(self) -> list[str]:

@@ -37,7 +37,7 @@ def as_rows(data: Any) -> GivenRows:
             some = {name: sizes[name] for name in [*sizes][:_MOST_NAMED]}
             more = ", ..." * (len(sizes) > len(some))
             raise InvalidRequestError(
-                f"columns of a put must have equally many rows, got {sorted(size)}: {some}{more}."
+                f"columns of a put must have equally many rows, got {some or 'no columns'}{more}."
             )
         return GivenRows(((name, _column(name, column, size)) for name, column in data.items()), size, None)
     if data is None or not hasattr(data, "batch_size"):

@@ -8,6 +8,7 @@ and TensorDict. Each one is therefore compared once with the public way, which i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import pickle
@@ -20,6 +21,10 @@ from tensordict import NonTensorStack, TensorDict
 from tensordict.utils import LinkedList
 
 from transfer_queue.storage.wire import IntArray
+
+with contextlib.suppress(ImportError):  # torch imports them with the first jagged tensor: a fork meanwhile would hang
+    import torch.nested._internal.ops
+    import torch.nested._internal.sdpa
 
 _MOST_EVEN = 4096
 """Offsets of rows of equal length are cached up to this number of rows."""
