@@ -67,11 +67,10 @@ def test_init_returns_the_merged_configuration_and_again_the_same(start, caplog)
     assert list(conf.backend.SimpleStorage.zmq_info) == ["unit0", "unit1", "unit2"]
     assert len({conf.address, *addresses}) == 4
     assert all(address.startswith("ipc://") for address in addresses)
-    assert (conf.controller.polling_mode, conf.metrics.enabled) == (False, False)
+    assert (conf.controller.polling_mode, conf.metrics.enabled, tq.get_metrics_endpoint()) == (False, False, None)
     assert start({"controller": {"polling_mode": True}}) is conf
     assert tq.init("ipc:///tmp/of-another-queue") is tq.init(conf.address) is conf
     assert [f"is in the queue at {conf.address}." in text for text in caplog.messages] == [True]
-    assert tq.get_metrics_endpoint() is None
 
 
 def test_the_configuration_travels_by_pickle_and_leads_to_the_queue(start):
