@@ -26,7 +26,7 @@ BYTES = {**PUT, "partition": None, "wanted": None, "wanted_nbytes": 96 << 10}
 KEYS = {"partition": "p", "task": None, "client": "buffer.9", "waited_s": 2.0, "writer": False, "wanted": 3}
 UNIT = {"unit": "unit0", "capacity_bytes": 8 << 20, "parked": 0, "parked_nbytes": 0, "held_nbytes": 0,
         "spilled_nbytes": 0}  # fmt: skip
-LONGER = "Check the producers, or wait longer (timeout_s)."
+KEYS_WAIT = "a wait for keys of buffer.9 waited 2.0 s for {}. Check the producers, or wait longer (timeout_s)."
 ROOM = "Clear consumed samples or partitions, raise {}, or raise put_timeout_s."
 KEPT = "task 'learn' has not consumed 2 samples, task 'learn' has not acknowledged 2 samples, at least 4 samples are "
 KEPT += "consumed and not cleared (clear_consumed, clear_partition). "
@@ -109,10 +109,8 @@ OTHERS = [
                              f"{ROOM.format('memory')}"]),
     ([], None, [{**UNIT, "parked": 2, "parked_nbytes": 3000, "capacity_bytes": None}],
      [f"a put of 2 clients at unit0 waits for room for 2.93 KiB: {KEPT}{ROOM.format('memory')}"]),
-    ([{**KEYS, "keys": "keys where done == true"}], None, [],
-     [f"a wait for keys of buffer.9 waited 2.0 s for 3 keys of 'p' where done == true. {LONGER}"]),
-    ([{**KEYS, "wanted": None, "keys": "keys"}], None, [],
-     [f"a wait for keys of buffer.9 waited 2.0 s for changed keys of 'p'. {LONGER}"]),
+    ([{**KEYS, "keys": "keys where x > 1"}], None, [], [KEYS_WAIT.format("3 keys of 'p' where x > 1")]),
+    ([{**KEYS, "wanted": None, "keys": "keys"}], None, [], [KEYS_WAIT.format("changed keys of 'p'")]),
 ]  # fmt: skip
 
 
