@@ -8,15 +8,18 @@ import re
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from lightning_tq.checks import byte_text, counted, list_names
-from transfer_queue import Finding, TransferQueueClient, diagnose, is_internal
+from transfer_queue import Finding, diagnose, is_internal
 from transfer_queue.errors import TransferQueueError
+
+if TYPE_CHECKING:
+    from transfer_queue import Observer, TransferQueueClient
 
 R = TypeVar("R")
 Numbers = dict[str, Any]
@@ -60,7 +63,7 @@ class QueueSnapshot:
         return diagnose(self.stats, self.units, self.units_error)
 
 
-async def take_snapshot(client: TransferQueueClient) -> QueueSnapshot:
+async def take_snapshot(client: TransferQueueClient | Observer) -> QueueSnapshot:
     """Ask the controller and every storage unit once. It changes nothing in the queue."""
     stats = await client.async_get_stats()
     stats["clients"] = others(stats)

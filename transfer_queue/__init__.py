@@ -82,6 +82,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps 
         load_checkpoint as load_checkpoint,
         save_checkpoint as save_checkpoint,
     )
+    from transfer_queue.launch.running import Observer as Observer
     from transfer_queue.launch.serve import serve as serve
     from transfer_queue.metadata import (
         BatchMeta as BatchMeta,
@@ -114,6 +115,7 @@ _MODULES = {
     "transfer_queue.checkpoint.recorded": ("RecordedBatches",),
     "transfer_queue.checkpoint.remote": ("remove_checkpoint", "upload_checkpoint"),
     "transfer_queue.checkpoint.spool": ("spooled_checkpoint",),
+    "transfer_queue.launch.running": ("Observer",),
     "transfer_queue.launch.serve": ("serve",),
     "transfer_queue.transport.tcp_wire": ("make_key_file",),
     "transfer_queue.metadata": ("BatchMeta", "KVBatchMeta"),

@@ -6,20 +6,18 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from transfer_queue import own_files
-from transfer_queue import protocol as p
 from transfer_queue.client import TransferQueueClient, connect, kv
 from transfer_queue.client.key_watch import KeyWatch
 from transfer_queue.config import announce_address, client_id, merge, queue_address, queue_key_file
-from transfer_queue.errors import NotInitializedError, ProtocolError
+from transfer_queue.errors import NotInitializedError
 from transfer_queue.launch import ray as on_ray
-from transfer_queue.launch.local import LocalQueue, with_servers
+from transfer_queue.launch.local import LocalQueue
+from transfer_queue.launch.running import running_at
 from transfer_queue.metadata import KVBatchMeta
-from transfer_queue.storage.shm.choose import reachable
-from transfer_queue.transport.blocking import blocking, run_blocking
+from transfer_queue.transport.blocking import blocking
 from transfer_queue.utils.logging_utils import get_logger
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
@@ -102,49 +100,8 @@ def _start_or_join(merged: DictConfig) -> None:
 
 
 def _join(address: str, key_file: str | None = None) -> tuple[TransferQueueClient, Any]:
-    info = ZMQServerInfo("controller", "controller", ports={"request_handle_socket": address}, key_file=key_file)
-    with closing(TransferQueueClient(client_id(), info)) as first:
-        plain = first.get_config()
-        near = _own_socket(first) if address.startswith("tcp://") else None
-    conf = _seen_from_here(_with_objects(plain), near or address, key_file)
-    if near is not None:
-        conf.address = address
+    conf = running_at(address, key_file)
     return connect(client_id(), conf), conf
-
-
-def _own_socket(client: TransferQueueClient) -> str | None:
-    """The controller's socket for programs of its own host, if this is one: values take shared memory there."""
-    try:
-        units = run_blocking(client.session.ask(p.ListUnits, p.Units)).units
-    except ProtocolError:
-        return None  # a server that joined the queue: it only says where the controller is
-    own = next((reachable(unit) for unit in units if unit.number == 0), "")
-    return own if own.startswith("ipc://") else None
-
-
-def _with_objects(plain: Mapping[str, Any]) -> Any:
-    """The received configuration, with server infos as objects again."""
-    conf = merge(plain)
-    conf.controller.zmq_info = ZMQServerInfo.from_dict(conf.controller.zmq_info)
-    for name in dict.fromkeys(("SimpleStorage", str(conf.backend.storage_backend))):
-        section = conf.backend.get(name)
-        if section and section.get("zmq_info"):
-            section.zmq_info = {unit: ZMQServerInfo.from_dict(info) for unit, info in section.zmq_info.items()}
-    return conf
-
-
-def _seen_from_here(conf: Any, address: str, key_file: str | None) -> Any:
-    """Replace the servers' addresses by the one joined, because another host can't reach their local sockets.
-
-    A server that has joined the queue itself names the controller's address, which is for all hosts.
-    """
-    conf.key_file = key_file or conf.key_file
-    controller = conf.controller.zmq_info
-    if not address.startswith("tcp://") or controller.to_addr("request_handle_socket").startswith("tcp://"):
-        if conf.listen is not None:
-            controller.key_file = conf.key_file  # storage units on other hosts need it
-        return conf
-    return with_servers(conf, address, dict.fromkeys(conf.backend.SimpleStorage.zmq_info, address), {}, key_file)
 
 
 def seen_from_here(conf: Any) -> Any:

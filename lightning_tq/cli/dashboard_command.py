@@ -7,8 +7,12 @@ import argparse
 import asyncio
 import contextlib
 import sys
+from typing import TYPE_CHECKING
 
 from transfer_queue.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transfer_queue import Observer
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -23,17 +27,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--until-input-ends", action="store_true", help=argparse.SUPPRESS)
 
 
-def serve(options: argparse.Namespace, address: str) -> None:
+def serve(options: argparse.Namespace, observer: Observer) -> None:
     """Show a running queue as a web page that follows it.
 
     It has partitions and tasks as they fill and drain, waiting fetches and what they lack, throughput and waits over
     time, memory, clients, alarms. It changes nothing in the queue. The printed address has a token, without which the
     page shows nothing, also to other users of this host.
     """
-    import transfer_queue as tq
     from lightning_tq.dashboard.web_page import Dashboard
 
-    page = Dashboard(tq.get_client(), address, options.host, not options.no_token, options.name)
+    page = Dashboard(observer, options.address, options.host, not options.no_token, options.name)
 
     async def run() -> None:
         serving = asyncio.ensure_future(page.run(options.port, lambda url: print(f"Dashboard: {url}", flush=True)))

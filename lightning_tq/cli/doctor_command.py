@@ -9,8 +9,8 @@ import argparse
 import asyncio
 import os
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -185,16 +185,12 @@ def _look_at(address: str | None, wait_s: float) -> tuple[list[Line], Any | None
     """The lines of a queue, and its configuration if it answers."""
     if not address:
         return [fine("no queue was named: give its address, or set TQ_ADDRESS, to look at one")], None
-    import transfer_queue as tq
     from lightning_tq.queue_report import take_snapshot
+    from transfer_queue import Observer
 
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of TransferQueue, which has a line of its own
-            conf = tq.init(address)
-        found = asyncio.run(take_snapshot(tq.get_client()))
-        return list(check_queue(address, found.stats, found.findings(), wait_s)), conf
+        with closing(Observer(address)) as observer:
+            found = asyncio.run(take_snapshot(observer))
+            return list(check_queue(address, found.stats, found.findings(), wait_s)), observer.conf
     except TransferQueueError as error:
         return [problem(str(error))], None
-    finally:
-        tq.close()

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from lightning_tq.checks import counted
-from lightning_tq.cli import discard_output
+from lightning_tq.cli import INTERRUPTED, discard_output
 from lightning_tq.cli.parser import Parser
-from lightning_tq.cli.queue_commands import run_joined, seconds
+from lightning_tq.cli.queue_commands import address_of, seconds
 from transfer_queue.errors import CheckpointError, ConfigError, QueueUnreachableError, TransferQueueError
 
 if TYPE_CHECKING:
@@ -57,12 +57,20 @@ def record(args: Sequence[str]) -> int | None:
         "directory", metavar="DIR", type=Path, help="Where to write. An earlier record of this run is continued."
     )
     parser.add_argument("--task", required=True, metavar="TASK", help="Name of the task, as in Stream(task=...).")
-    return run_joined(_record, parser.parse_args(args))
-
-
-def _record(options: argparse.Namespace, address: str) -> int:
+    options = parser.parse_args(args)
+    address = address_of(options)
     import transfer_queue as tq
 
+    try:
+        tq.init(address)  # raises if no queue answers
+        return _record(tq.get_client(), options, address)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    finally:
+        tq.close()
+
+
+def _record(client: TransferQueueClient, options: argparse.Namespace, address: str) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves the end of its terminal
             signal.signal(number, _end)
@@ -71,7 +79,7 @@ def _record(options: argparse.Namespace, address: str) -> int:
         tempfile.TemporaryFile(dir=options.directory).close()
     except OSError as error:
         raise ConfigError(f"can't write to {options.directory}: {error.strerror or error}.") from error
-    return _Recorder(tq.get_client(), address, options.task, options.directory.resolve()).run()
+    return _Recorder(client, address, options.task, options.directory.resolve()).run()
 
 
 def _end(*_: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from lightning_tq.dashboard.history import QueueHistory
 from lightning_tq.queue_report import QueueSnapshot, make_report, take_snapshot
-from transfer_queue import TransferQueueClient
+from transfer_queue import Observer
 from transfer_queue.errors import ConfigError, TransferQueueError
 
 try:
@@ -35,7 +35,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Dashboard:
     """Looks at the queue once a second, and serves what it saw until it is cancelled."""
 
-    def __init__(self, client: TransferQueueClient, address: str, host: str, with_token: bool, name: str) -> None:
+    def __init__(self, observer: Observer, address: str, host: str, with_token: bool, name: str) -> None:
         """
         Args:
             name: That of the run, for title and head.
@@ -46,7 +46,7 @@ class Dashboard:
         """
         if not with_token and host not in _LOCAL:
             raise ConfigError(f"a dashboard at {host} is for other hosts: omit --no-token, or --host.")
-        self._client, self._address, self._host, self._name = client, address, host, name
+        self._observer, self._address, self._host, self._name = observer, address, host, name
         self._token = secrets.token_urlsafe(16) if with_token else None
         self._history = QueueHistory()
         self._report: dict[str, Any] | None = None
@@ -90,7 +90,7 @@ class Dashboard:
         before: QueueSnapshot | None = None
         while True:
             try:
-                now = await take_snapshot(self._client)
+                now = await take_snapshot(self._observer)
                 self._report = {**make_report(self._address, now, before), "taken_at": now.taken_at}
                 self._history.add(self._report, time.time())
                 before = now

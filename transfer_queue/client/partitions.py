@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
@@ -280,8 +279,7 @@ class Partitions(Keys):
             >>> [unit["samples"] for unit in client.get_storage_stats()]
             [4]
         """
-        units = [msgspec.structs.asdict(unit) for unit in await self.storage_manager.stats()]
-        return [{name: value for name, value in unit.items() if name != "id"} for unit in units]
+        return await self.storage_manager.numbers()
 
     async def async_get_consumption_status(self, task_name: str, partition_id: str) -> Status:
         """(indexes int64 [N], consumed int8 [N]), pre-allocated samples included; (None, None): unknown partition.

@@ -9,13 +9,14 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
+import msgspec
+
 from transfer_queue.protocol import UnitRuns, WriteName
 from transfer_queue.storage.wire import PlacedColumns, WireColumn
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
 if TYPE_CHECKING:
-    import msgspec
     from tensordict import TensorDict
 
     from transfer_queue.storage.pack import GivenRows
@@ -256,6 +257,13 @@ class StorageManager(ABC):
     async def stats(self) -> Sequence[msgspec.Struct]:
         """Return statistics of each process that holds values, or none if there are no such processes."""
         return []
+
+    async def numbers(self) -> list[dict[str, Any]]:
+        """The same as plain data."""
+        return [
+            {name: value for name, value in msgspec.structs.asdict(unit).items() if name != "id"}
+            for unit in await self.stats()
+        ]
 
     async def close(self) -> None:
         """Release what the manager opened; stored values stay."""
