@@ -54,7 +54,7 @@ def left(manager: Any) -> tuple[int, int]:
 def test_a_put_that_found_no_room_in_time_leaves_nothing(storage):
     hasty = storage.another(put_timeout_s=0.02)
     storage.put(pages(64), range(64))
-    with pytest.raises(StorageFullError, match=r"waited .* at storage unit 'u0'"):
+    with pytest.raises(StorageFullError, match=r"waited .* of storage unit 'u0'"):
         blocking(hasty.put_data(pages(64), meta(range(64, 128))))
     assert left(hasty) == (64, 0)
 
