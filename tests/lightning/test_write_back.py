@@ -265,7 +265,7 @@ def large_data(num_batches: int, clear_consumed: bool | list[str]) -> TQDataModu
 def test_a_full_queue_is_an_error_that_says_how_to_keep_space(trainer: MakeTrainer) -> None:
     client = start_small()
     put_large(client, 16)
-    with pytest.raises(StorageFullError, match=r"a put of 65536 bytes waited 1.0 s .* Limit the samples"):
+    with pytest.raises(StorageFullError, match=r"waited 1.0 s for room for 64 KiB: .* Limit the samples"):
         trainer(callbacks=[WriteBack(["double"], "train")]).fit(Large({}), datamodule=large_data(4, True))
 
 

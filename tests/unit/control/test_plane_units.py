@@ -126,7 +126,7 @@ def test_who_waits_for_lost_values_without_producers_hears_what_to_do_about_them
     assert fetch(plane, 4, wait_s=1e4) is None
     plane.client_gone(ROLLOUT, 0.0)
     (late,) = plane.expire(1000.0)
-    said = ["4 of its samples lost 'x' with a storage unit", "client.get_lost_samples('p') names them"]
+    said = ["4 samples lost 'x' with a storage unit", "client.get_lost_samples('p') names them"]
     refused(late.reply, "ProducersGoneError", *said)
 
 

@@ -210,7 +210,7 @@ def test_a_full_disk_makes_puts_wait_and_loses_nothing(spiller, monkeypatch):
     assert list(spiller.pending) == [6]
     late = spiller.put([6], 64 * KIB, 6, wait_s=5.0)
     spiller.take(spiller.unit.expire(6.0))
-    assert "Disk: No space left on device, at '" in spiller.failed[late]
+    assert "its disk: No space left on device, at '" in spiller.failed[late]
     assert [spiller.get([index]) for index in range(5)] == [[spiller.values[index]] for index in range(5)]
     spiller.delete([4])
     spiller.settle()
