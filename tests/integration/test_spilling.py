@@ -149,7 +149,7 @@ def test_a_put_waits_where_memory_and_disk_are_full(tmp_path):
     tq.init(spilling(tmp_path, ssd_offload={"max_bytes": "8MiB"}, storage={"put_timeout_s": 0.5}))
     client, data = tq.get_client(), megabytes(24)
     metas = [client.put(rows(x=each), partition_id="p") for each in data]
-    with pytest.raises(tq.StorageFullError, match=r"take 16777216 of 16777216 bytes in memory, 8388608 of 8388608 on"):
+    with pytest.raises(tq.StorageFullError, match=r"take 16 MiB of 16 MiB in memory, and 8 MiB of 8 MiB on disk"):
         client.put(rows(x=data[0]), partition_id="p")
     client.clear_samples(metas[0])
     client.put(rows(x=data[0]), partition_id="p")
