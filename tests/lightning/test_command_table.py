@@ -16,8 +16,6 @@ from lightning_tq.cli import COMMANDS, OPTIONS_OF_A_TRAINER
 from tests.console import lightning_tq
 from tests.lightning.conftest import ROOT
 
-NOWHERE = "ipc:///nowhere/controller"
-
 
 def test_help_has_a_line_for_every_subcommand_and_each_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert lightning_tq(["--help"]) == 0
@@ -85,29 +83,3 @@ def test_a_command_whose_output_is_closed_ends_without_a_traceback(tmp_path: Pat
     ended = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert (tmp_path / "new keys").is_file()
-
-
-def test_ctrl_c_that_an_import_swallows_ends_a_fit(tmp_path: Path) -> None:
-    swallows = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
-    (tmp_path / "torch.py").write_text(swallows)
-    command = [sys.executable, "-m", "lightning_tq", "fit", "--config", "configs/debug.yaml"]
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    ended = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
-    )
-    assert (ended.returncode, ended.stderr) == (130, "")
-
-
-@pytest.mark.parametrize(
-    ("module", "words"),
-    [("numpy", ["doctor", NOWHERE]), ("omegaconf", ["status", NOWHERE]), ("torch", ["record", NOWHERE, "a", "--task", "t"]),
-     ("torch", ["simulate", "--step-s", "1", "-c", "a"])],
-)  # fmt: skip
-def test_ctrl_c_while_modules_are_imported_ends_a_command_without_a_traceback(
-    tmp_path: Path, module: str, words: list[str]
-) -> None:
-    (tmp_path / f"{module}.py").write_text("raise KeyboardInterrupt")
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    command = [sys.executable, "-m", "lightning_tq", *words]
-    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (130, "")
