@@ -11,6 +11,7 @@ import errno
 import logging
 import time
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,12 @@ BASE = streams.BASE
 
 
 def newest(directory: Path) -> Path | None:
-    """The last checkpoint; one that is saved early, because the queue is full, has a name of its own."""
-    return max((directory / "disk").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns, default=None)
+    """The last checkpoint; one that is saved early, because the queue is full, has a name of its own.
+
+    Lightning moves it from TMPDIR, which a full disk cuts.
+    """
+    whole = filter(zipfile.is_zipfile, (directory / "disk").glob("*.ckpt"))
+    return max(whole, key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
 def prepare(client: Any, counts: dict[str, int], shape: dict[str, Any]) -> None:
