@@ -53,7 +53,11 @@ def diagnose(stats: Numbers, units: Sequence[Numbers] = (), units_error: str | N
         ]  # fmt: skip
     keeping = keepers((each["samples"], _kept(each)) for each in shown.values())
     used = sum(each["samples"] + each["held"] for each in stats["partitions"].values())
-    known = {**stats, "partitions": shown, "units": units, "keepers": keeping, "used": used}
+    followers = {name for each in shown.values() for name, own in each["tasks"].items() if "follows" in own}
+    known = {
+        **stats, "partitions": shown, "units": units, "keepers": keeping, "used": used,
+        "to_acknowledge": tuple(to_acknowledge(keeping, followers)),
+    }  # fmt: skip
     waits = [_wait(known, each) for each in waiting]
     return [*_wrong(known, units_error), *_full(known, [each for each in waits if each.kind == "put"]), *waits]
 
@@ -163,9 +167,8 @@ def _idle(stats: Numbers) -> Iterator[str]:
 def _gone(name: str, field: str, partition: Numbers, end: Numbers) -> Finding:
     lacking = partition["samples"] - partition.get("produced", {}).get(field, partition["samples"])
     lack = (f"{counted(lacking)} of {name!r} lack{'s' * (lacking == 1)} it",) if lacking else ()
-    what, *died = _died(field, end)
-    died += (*lack, f"readers of {name!r} get an error")
-    return Finding(kind="gone", names=(name,), what=what, held_up_by=tuple(died), to_do=_RESTART)
+    what, died = f"all producers of {field!r}", ("have died", *_last(end), *lack, f"readers of {name!r} get an error")
+    return Finding(kind="gone", names=(name,), what=what, held_up_by=died, to_do=_RESTART)
 
 
 def without_producers(task: str, partition: str, field: str, facts: Numbers) -> Finding:
@@ -175,8 +178,7 @@ def without_producers(task: str, partition: str, field: str, facts: Numbers) -> 
         facts: ``end`` of its last producer, if it is known; how many samples have ``lost`` fields with a storage unit;
             whether there are ``groups``, and how many of them are ``waiting`` for workers; ``grace_s``.
     """
-    what, have_died, *died = _died(field, facts["end"])
-    count, to_do = facts["waiting"], _RESTART
+    died, count, to_do = [f"all producers of {field!r} have died", *_last(facts["end"])], facts["waiting"], _RESTART
     if facts["lost"]:
         died += _losses(facts)
         to_do = (*put_again(partition), *["reject them, which frees their slots"] * facts["groups"])
@@ -189,15 +191,15 @@ def without_producers(task: str, partition: str, field: str, facts: Numbers) -> 
         to_do = (*_RESTART, longer)
     return Finding(
         kind="gone", names=(partition,), what=f"task {task!r}", waits_for=f"samples of {partition!r}",
-        held_up_by=(f"{what} {have_died}", *died), to_do=to_do,
+        held_up_by=tuple(died), to_do=to_do,
     )  # fmt: skip
 
 
-def _died(field: str, end: Numbers) -> tuple[str, ...]:
-    """What is known of the last producer: client, process and exit, the last line of its output."""
+def _last(end: Numbers) -> tuple[str, ...]:
+    """What is known of the last producer to die: client, process and exit, the last line of its output."""
     line = end.get("last_line")
-    last = (f"last client {end['client']}", end.get("how"), f"which said {line!r}" if line else "") if end else ()
-    return f"all producers of {field!r}", "have died", *filter(None, last)
+    known = (f"last client {end['client']}", end.get("how"), f"which said {line!r}" if line else "") if end else ()
+    return tuple(filter(None, known))
 
 
 def put_again(partition: str) -> tuple[str, ...]:
@@ -272,7 +274,7 @@ def _put(stats: Numbers, waiting: Numbers) -> Finding:
     savers = tuple(f"client {name} saves one" for name, held in stats["clients"].items() if held.get("freezes"))
     if savers and nbytes is None and (size is None or stats["used"] + (waiting["wanted"] or 0) <= size):
         return replace(found, waits_for=f"a checkpoint, before it replaces {what}", held_up_by=savers, to_do=())
-    return replace(found, to_do=(*_acknowledging(stats), *found.to_do))
+    return replace(found, to_do=(*stats["to_acknowledge"], *found.to_do))
 
 
 def no_room(client: str, what: str, setting: str, waited_s: float | None, held_up_by: Iterable[str]) -> Finding:
@@ -287,7 +289,7 @@ def _lease(stats: Numbers, waiting: Numbers) -> Finding:
     """Workers without work. That is usual where training is slower, so there is nothing to do."""
     count, where, names = waiting["workers"], waiting["where"], waiting["partitions"]
     groups = {name: stats["partitions"].get(name, {}).get("groups") or {} for name in names}
-    why = why_no_work(where, groups, _held(stats))
+    why = why_no_work(where, groups, "" if groups else _held(stats))
     found = no_work(waiting["client"], waiting["partition"], where, waiting["waited_s"], why)
     return replace(found, what=f"{count:,} worker{'s' * (count != 1)}", to_do=())
 
@@ -328,11 +330,6 @@ def _held(stats: Numbers) -> str:
     return holds((name, own["samples"], own["sealed"]) for name, own in sorted(stats["partitions"].items()))
 
 
-def _acknowledging(stats: Numbers) -> Iterator[str]:
-    tasks = [item for partition in stats["partitions"].values() for item in partition["tasks"].items()]
-    return to_acknowledge(stats["keepers"], {name for name, own in tasks if "follows" in own})
-
-
 def to_acknowledge(keeping: Iterable[str], followers: Iterable[str]) -> Iterator[str]:
     """What makes consumed samples fit to be cleared, if it is those that keep a queue full: they wait for their ack.
 
@@ -357,7 +354,7 @@ def _kept(partition: Numbers) -> dict[str, tuple[int, int]]:
 def _fetch(facts: Numbers) -> Finding:
     """``facts``: one of ``get_stats()["waiting"]`` and those of its partition, or a reply and what was asked."""
     task, partition = facts["task"], facts["partition"]
-    waits_for, causes, remedies = samples_of(facts.get("wanted"), facts["partition"]), _causes, _remedies
+    waits_for, causes, remedies = samples_of(facts.get("wanted"), partition), _causes, _remedies
     count = facts["groups"]["slots"].get(task, {}).get("per_step", 0) if facts.get("groups") else 0
     if count and not facts.get("refused"):
         waits_for, causes, remedies = f"{count:,} group{'s' * (count != 1)} of {partition!r}", _of_groups, _for_groups

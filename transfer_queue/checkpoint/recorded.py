@@ -125,7 +125,8 @@ class RecordedBatches:
         self._dp_sizes: set[int] = set()
         self._batch_sizes: set[int | None] = set()
         self._layout, self._allow_pickle = "dense", False
-        first, ends, gaps = None, dict[str, int](), dict[str, tuple[int, Path]]()  # what names the first partition
+        first = None  # what names the first partition
+        ends, gaps = dict[str, int](), dict[str, tuple[int, Path]]()  # last batches of the part before; interruptions
         for path in sorted(path for path in self.directory.glob("[0-9]*") if is_checkpoint(path)):
             with reading(path):
                 opened = Opened(path)

@@ -13,8 +13,6 @@ from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-import msgspec
-
 from transfer_queue.errors import ConfigError, LaunchError, TransferQueueError
 from transfer_queue.server.metric_families import metrics_of
 from transfer_queue.transport.blocking import run_blocking
@@ -82,7 +80,7 @@ class Exporter:
             self._storage.session.timeout_s = ANSWER_S
             stats = run_blocking(self._storage.session.stats())
             try:
-                units = [msgspec.structs.asdict(unit) for unit in run_blocking(self._storage.stats())]
+                units = run_blocking(self._storage.numbers())
             except TransferQueueError:  # a unit has just ended, or hangs; the controller will know
                 units = []
         process = {"uptime_s": time.monotonic() - self._started, "rss_nbytes": _rss_nbytes()}
